@@ -98,7 +98,7 @@ class Args:
     """lambda of generalised advantage estimation"""
     bootstrap_at_done: Literal["truncated", "always"] = "truncated"
     """where an episode's end is valued by the critic: only where the clock ended it, or at every end"""
-    num_minibatches: int = 4
+    num_minibatches: int = 8
     """minibatches of an epoch; each holds num_envs * num_steps / num_minibatches samples of every process"""
     update_epochs: int = 4
     """passes over a rollout"""
@@ -193,6 +193,7 @@ def launch(args: Args) -> Accelerator:
         group["backend"] = args.backend
     # CRUCIAL: without broadcast_buffers=False rank 0's observation statistics would overwrite the others' at each forward.
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")  # Accelerate knows no other name yet
     # CRUCIAL: without cpu=True torchrun on a machine without GPUs gives independent runs that never share a gradient.
     accelerator = Accelerator(
         cpu=on_cpu, mixed_precision=args.mixed_precision, kwargs_handlers=[ddp, InitProcessGroupKwargs(**group)]
@@ -244,7 +245,8 @@ def mlp(inputs: int, outputs: int, hidden: int, std: float) -> nn.Sequential:
 class Agent(nn.Module):
     def __init__(self, env: envs.VecEnv, args: Args):
         super().__init__()
-        sizes = {k: math.prod(v.shape) for k, v in env.single_observation_space.items() if k in ("state", "privileged")}
+        space = env.single_observation_space
+        sizes = {k: math.prod(space[k].shape) for k in ("state", "privileged") if k in space.keys()}
         self.discrete = hasattr(env.single_action_space, "n")
         actions = int(env.single_action_space.n) if self.discrete else env.single_action_space.shape[0]
         self.obs_moments = nn.ModuleDict({k: RunningMoments(n) if args.norm_obs else nn.Identity() for k, n in sizes.items()})
@@ -511,10 +513,12 @@ def main(args: Args) -> None:
     # CRUCIAL: forwards that are trained on go through `model`. `agent`, the same networks without DDP's hooks, would learn
     # on each rank alone, and no error would tell.
     model, optimizer = accelerator.prepare(agent, optimizer)
+    # Accelerate's wrapper is for fp16's loss scaling; without that, it only searches the disk for a package at every step.
+    adam = optimizer if accelerator.scaler else optimizer.optimizer
     next_obs = env.reset()
     # CRUCIAL: DDP regroups its gradients after its first backward, and with them the order of summation. A backward that
     # counts for nothing lets a resumed run sum in the same order as one that never stopped.
-    accelerator.backward(0.0 * sum(x.sum() for x in model(next_obs, agent(next_obs)[0].detach())[1:]))
+    accelerator.backward(0.0 * sum(x.sum() for x in model(next_obs)[1:]))
     optimizer.zero_grad()
 
     global_step, iteration, steps_trained = 0, 0, 0
@@ -688,7 +692,8 @@ def main(args: Args) -> None:
         # ---- Update: the same number of minibatches on every rank, whatever it holds; one collective in each, DDP's
         update_start = time.perf_counter()
         batch = rollout.reshape(-1)
-        edges = [counts * m // args.num_minibatches for m in range(args.num_minibatches + 1)]
+        edges = counts * torch.arange(args.num_minibatches + 1)[:, None] // args.num_minibatches
+        sizes = edges.diff(dim=0).tolist()  # of every minibatch, on every rank
         logged = torch.zeros(len(LOSSES), dtype=torch.float64, device=device)
         norms, skipped, updates = torch.zeros((), device=device), torch.zeros((), device=device), 0
         for epoch in range(args.update_epochs):
@@ -696,10 +701,9 @@ def main(args: Args) -> None:
                 group["lr"] = learning_rate
             shuffled = batch[torch.randperm(len(batch), device=device)]
             before_epoch = logged.clone()
-            for low, high in zip(edges, edges[1:]):
-                size, in_all = int(high[rank] - low[rank]), int((high - low).sum())
+            for mb, on_ranks in zip(shuffled.split([x[rank] for x in sizes]), sizes):
                 # A rank with nothing in this minibatch still runs a row, with weight zero: DDP waits for its gradients.
-                mb = shuffled[int(low[rank]) : int(high[rank])] if size else shuffled[:1]
+                mb, weight = (mb, 1.0) if on_ranks[rank] else (shuffled[:1], 0.0)
                 _, newlogprob, entropy, newvalue = model(mb["obs"], mb["action"])
                 loss, mb_logged = loss_fn(
                     newlogprob, entropy, newvalue, mb["logprob"], mb["advantage"], mb["return"], mb["value"],
@@ -707,17 +711,17 @@ def main(args: Args) -> None:
                 )  # fmt: skip
                 # CRUCIAL: DDP takes the mean over ranks. Scaled like this it is the mean over the samples of all ranks,
                 # also when they hold different numbers of them.
-                accelerator.backward(loss * (min(size, 1) * world / in_all))
+                accelerator.backward(loss * (weight * world / sum(on_ranks)))
                 norm = accelerator.clip_grad_norm_(parameters, args.max_grad_norm)
                 # CRUCIAL: after the all-reduce a NaN is on every rank, and the fused Adam skips its step where this is 1:
                 # on all of them, and without a look at the GPU.
                 bad = (~norm.isfinite()).float()
-                optimizer.optimizer.found_inf = bad
-                optimizer.step()
-                optimizer.zero_grad()
+                adam.found_inf = bad
+                adam.step()
+                adam.zero_grad()
                 skipped_in_a_row = (skipped_in_a_row + 1.0) * bad
                 skipped, norms, updates = skipped + bad, norms + norm.nan_to_num(0.0, 0.0), updates + 1
-                logged += mb_logged * min(size, 1)
+                logged += mb_logged * weight
             if args.target_kl or args.lr_schedule == "adaptive":
                 # CRUCIAL: the KL of all ranks, so that all of them stop, or change their learning rate, together.
                 kl = accelerator.gather((logged - before_epoch)[None]).sum(0)[LOSSES.index("approx_kl")].item() / samples
@@ -821,9 +825,12 @@ def main(args: Args) -> None:
         }  # fmt: skip
         write(run_dir / "summary.json", json.dumps(summary, indent=2))
         print(", ".join(f"{k} {v:.4g}" for k, v in log.items() if k.startswith("eval/")) + f"  -> {run_dir}")
-    accelerator.end_training()
     env.close()
     eval_env.close()
+    # CRUCIAL: DDP must not be the last to hold the process group, whose end it would wait for with Python's lock in hand.
+    del model, optimizer, adam
+    accelerator.free_memory()
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ processes there are, and MuJoCo's state can be saved and restored bit for bit.
 """
 
 import os
+import sys
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import gymnasium as gym
@@ -17,13 +19,23 @@ from tensordict import TensorDict
 from envs import VecEnv
 
 
+def quiet_mujoco() -> None:
+    """MuJoCo's warnings go through Python's, each once, in place of a MUJOCO_LOG.TXT in the working directory."""
+    try:
+        import mujoco
+    except ImportError:
+        return
+    mujoco.set_mju_user_warning(lambda text: "deprecated" in text or warnings.warn(text, RuntimeWarning, stacklevel=2))
+
+
 class Env(VecEnv):
     def __init__(self, name, num_envs, *, device, seed, first_env, group_size, max_episode_steps=None, render=0):
         self.num_envs, self.device = num_envs, torch.device(device)
         self._key = [(seed, (first_env + i) // group_size) for i in range(num_envs)]
         options = {"max_episode_steps": max_episode_steps} if max_episode_steps else {}
-        if render:
-            os.environ.setdefault("MUJOCO_GL", "egl")
+        if render and sys.platform == "linux" and "DISPLAY" not in os.environ:
+            os.environ.setdefault("MUJOCO_GL", "egl")  # draw without a screen
+        quiet_mujoco()
         try:
             self._envs = [
                 gym.make(name, **options, **({"render_mode": "rgb_array"} if i < render else {})) for i in range(num_envs)

@@ -1,0 +1,66 @@
+"""What several tests need: running a script as its users do, in real processes, with a hard time limit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+torch.set_num_threads(1)
+
+
+def clean_env(**extra: str) -> dict[str, str]:
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS")
+    env = {k: v for k, v in os.environ.items() if k not in launcher}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
+    settings = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT}/tests/site", "PATH": path, "WANDB_MODE": "offline"}
+    return env | settings | {"OMP_NUM_THREADS": "1"} | extra
+
+
+class Process(subprocess.Popen):
+    """A command with a time limit, of which nothing is left behind."""
+
+    def __init__(self, command: list[str], **extra: str):
+        super().__init__(
+            [str(c) for c in command],
+            cwd=ROOT,
+            env=clean_env(**extra),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def finish(self, timeout: float = 120) -> tuple[int, str]:
+        try:
+            output, _ = self.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            output, _ = self.communicate()
+            pytest.fail(f"still running after {timeout} s: {' '.join(self.args)}\n{output[-3000:]}")
+        return self.returncode, output
+
+    def kill_all(self) -> None:
+        """Also the workers that torchrun puts into sessions of their own."""
+        parent = psutil.Process(self.pid)
+        for process in [*parent.children(recursive=True), parent]:
+            process.kill()
+
+
+def run(*command, timeout: float = 120, ok: bool = True, **extra: str) -> str:
+    """Run a command; its output, or with ok=False its output after checking that it failed."""
+    code, output = Process(list(command), **extra).finish(timeout)
+    assert (code == 0) == ok, f"exit code {code}: {' '.join(map(str, command))}\n{output[-4000:]}"
+    return output
+
+
+def script(name: str, nproc: int = 1) -> list[str]:
+    """The command that starts a script on this many processes."""
+    if nproc == 1:
+        return [sys.executable, name]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc), name]

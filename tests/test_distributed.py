@@ -1,0 +1,141 @@
+"""What several processes must agree on, in real processes under torchrun."""
+
+import json
+
+import pytest
+import torch
+from conftest import run, script
+
+import envs
+import ppo_ddp
+
+SMALL = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "update_epochs": 2, "total_timesteps": 192}
+
+
+def worker(tmp_path, case, nproc, ok=True, name="ppo_ddp", **changes):
+    output = tmp_path / f"{case}_{nproc}"
+    text = run(*script("tests/worker.py", nproc), name, case, output, json.dumps(SMALL | changes), ok=ok)
+    return [torch.load(output / f"record_{r}.pt", weights_only=False) for r in range(nproc)], text
+
+
+def assert_same_bits(one: dict, two: dict):
+    assert one.keys() == two.keys()
+    for name in one:
+        assert torch.equal(one[name], two[name]), name
+
+
+def test_parameters_are_bit_equal_after_updates(tmp_path):
+    """Weights, and statistics of observations and returns; and the ranks really held different data."""
+    (one, two), _ = worker(tmp_path, "plain", 2, norm_reward=True)
+    assert_same_bits(one["final"], two["final"])
+    assert one["updates"] == two["updates"] == 12
+    assert not torch.equal(one["start"], two["start"])
+    assert any(not torch.equal(one["initial"][k], one["final"][k]) for k in one["final"])
+    assert one["final"]["obs_moments.state.count"] == 192
+
+
+@pytest.mark.parametrize("sizes", ["equal", "unequal", "empty"])
+def test_gradient_equals_that_of_the_joined_batch(tmp_path, sizes):
+    """Also where the ranks hold different numbers of samples, and where one has nothing in a minibatch."""
+    steps, rows = {"equal": ([8, 8], [4, 4]), "unequal": ([8, 3], [4, 4]), "empty": ([8, 1], [4, 1])}[sizes]
+    minibatches = 4 if sizes == "empty" else 1
+    settings = {"num_steps": steps, "num_envs": rows, "num_minibatches": minibatches, "update_epochs": 1, "max_grad_norm": 1e9}
+    ranks, _ = worker(tmp_path, "gradient", 2, total_timesteps=1, learning_rate=1e-12, **settings)
+    agent = ppo_ddp.Agent(envs.make("PushCube", 1), ppo_ddp.Args())
+    agent.load_state_dict(ranks[0]["initial"])
+    counts = [steps[r] * rows[r] for r in (0, 1)]
+    empty_seen = 0
+    for m in range(minibatches):
+        batches = [r["batches"][m] for r in ranks]
+        mine = [counts[r] * (m + 1) // minibatches - counts[r] * m // minibatches for r in (0, 1)]
+        assert [len(b["action"]) for b in batches] == [max(n, 1) for n in mine]
+        empty_seen += 0 in mine
+        agent.zero_grad()
+        loss = 0.0
+        for batch, size in zip(batches, mine):
+            if size:
+                _, logprob, entropy, value = agent(batch["obs"], batch["action"])
+                loss = loss + ppo_ddp.ppo_loss(logprob, entropy, value, *batch["inputs"][3:])[0]
+        (loss / sum(mine)).backward()
+        for r in ranks:
+            for gradient, p in zip(r["gradients"][m], agent.parameters()):
+                torch.testing.assert_close(gradient, p.grad, atol=1e-6, rtol=0)
+    assert empty_seen == (3 if sizes == "empty" else 0)
+    assert sum(p.grad.abs().sum() for p in agent.parameters()) > 1e-3
+
+
+def test_advantages_are_normalised_over_all_ranks(tmp_path):
+    settings = {"num_minibatches": 1, "update_epochs": 1, "num_steps": [8, 3]}
+    ranks, _ = worker(tmp_path, "gradient", 2, total_timesteps=1, **settings)
+    advantage = torch.cat([r["batches"][0]["inputs"][4] for r in ranks])
+    assert abs(advantage.mean()) < 1e-6 and advantage.std(unbiased=False).item() == pytest.approx(1.0, abs=1e-5)
+    assert abs(ranks[1]["batches"][0]["inputs"][4].mean()) > 1e-3
+
+
+def test_one_process_with_twice_the_envs_learns_the_same(tmp_path):
+    """1 x 2N and 2 x N envs: the same initial states, and with the same noise and full batches the same weights."""
+    settings = {"num_minibatches": 1, "learning_rate": 1e-3, "update_epochs": 2}
+    (whole,), _ = worker(tmp_path, "shared", 1, num_envs=8, **settings)
+    halves, _ = worker(tmp_path, "shared", 2, num_envs=4, **settings)
+    assert torch.equal(whole["start"], torch.cat([h["start"] for h in halves]))
+    assert whole["updates"] == halves[0]["updates"] == 6
+    for name, x in whole["final"].items():
+        torch.testing.assert_close(x, halves[0]["final"][name], atol=1e-5, rtol=1e-5)
+    metrics = [json.loads((tmp_path / f"shared_{n}" / "run" / "summary.json").read_text()) for n in (1, 2)]
+    for key in ("losses/policy_loss", "losses/value_loss", "losses/approx_kl", "losses/explained_variance", "env/distance"):
+        assert metrics[0][key] == pytest.approx(metrics[1][key], abs=1e-4), key
+    assert metrics[0]["eval/episodic_return"] == pytest.approx(metrics[1]["eval/episodic_return"], abs=1e-4)
+
+
+def test_different_kl_on_the_ranks_stops_both(tmp_path):
+    """Rank 1 alone is over the target: together they are, so both leave after the first epoch, and nobody hangs."""
+    (one, two), _ = worker(tmp_path, "kl", 2, target_kl=1.0, update_epochs=5)
+    assert one["updates"] == two["updates"] == 3 * 2
+    assert_same_bits(one["final"], two["final"])
+
+
+def test_nan_gradient_on_one_rank_skips_the_update_on_both(tmp_path):
+    (one, two), _ = worker(tmp_path, "nan", 2, total_timesteps=64)
+    assert_same_bits(one["final"], two["final"])
+    assert all(x.isfinite().all() for x in one["final"].values())
+    summary = json.loads((tmp_path / "nan_2" / "run" / "summary.json").read_text())
+    assert summary["losses/skipped_updates"] == 1
+
+
+def test_nan_from_one_env_stops_both(tmp_path):
+    _, text = worker(tmp_path, "env_nan", 2, ok=False)
+    assert "NaN or infinity from PushCube on rank 1 in iteration 3" in text
+
+
+def test_an_exception_on_one_rank_stops_both(tmp_path):
+    _, text = worker(tmp_path, "env_error", 2, ok=False)
+    assert "the simulator broke" in text
+
+
+def test_metrics_cover_all_ranks(tmp_path):
+    """Two ranks with different envs: the logged returns are those of the last 100 episodes of both."""
+    settings = {"env_id": "CartPole", "num_steps": 64, "total_timesteps": 64 * 8 * 3}
+    ranks, _ = worker(tmp_path, "plain", 2, **settings)
+    summary = json.loads((tmp_path / "plain_2" / "run" / "summary.json").read_text())
+    assert summary["world_size"] == 2 and summary["charts/steps_sampled"] == summary["global_step"] == 64 * 8 * 3
+    assert summary["charts/minibatch_size"] == 256 and summary["charts/steps_trained"] == 2 * summary["global_step"]
+    assert 8 < summary["charts/episodic_length"] < 200
+
+
+@pytest.mark.parametrize(
+    "command, words",
+    [
+        (["accelerate", "launch", "--cpu", "--num_processes", "2", "ppo_ddp.py"], "torchrun --standalone"),
+        (["torchrun", "--standalone", "--nproc_per_node", "2", "ppo_ddp.py", "--backend", "nccl"], "use gloo or auto"),
+        (["torchrun", "--standalone", "--nproc_per_node", "2", "ppo_ddp.py", "--backend", "mpi"], "built with MPI"),
+        (["torchrun", "--standalone", "--nproc_per_node", "2", "ppo_ddp.py", "--env-id", "nonsense"], "CartPole, PushCube"),
+    ],
+)
+def test_a_launch_that_would_go_wrong_is_refused(command, words, tmp_path):
+    text = run(*command, "--output-dir", tmp_path / "runs", ok=False)
+    assert words in text and "Traceback (most recent call last):\n  File \"ppo_ddp.py\"" not in text
+    assert not (tmp_path / "runs").exists()
+
+
+def test_gloo_can_be_asked_for(tmp_path):
+    run(*script("ppo_ddp.py", 2), "--backend", "gloo", "--total-timesteps", 8192, "--output-dir", tmp_path)
