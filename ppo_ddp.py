@@ -156,7 +156,15 @@ def check_args(args: Args) -> None:
                  "learning_rate", "desired_kl", "clip_coef", "max_grad_norm", "hidden_size", "timeout", "torch_threads"):  # fmt: skip
         if not getattr(args, name) > 0:
             fail(f"--{name.replace('_', '-')} must be greater than 0, not {getattr(args, name)}")
-    for name in ("eval_interval", "eval_episodes", "save_interval", "check_interval", "ent_coef", "vf_coef", "target_kl"):
+    for name in (
+        "eval_interval",
+        "eval_episodes",
+        "save_interval",
+        "check_interval",
+        "ent_coef",
+        "vf_coef",
+        "target_kl",
+    ):
         if not getattr(args, name) >= 0:
             fail(f"--{name.replace('_', '-')} must not be negative, not {getattr(args, name)}")
     for name in ("gamma", "gae_lambda", "preempt_fraction", "preempt_min"):
@@ -175,33 +183,41 @@ def check_args(args: Args) -> None:
         fail(f"--run-name must be a plain name, not {args.run_name!r}; --output-dir says where it goes")
 
 
-def launch(args: Args) -> Accelerator:
-    """Join the process group that the launcher described, or say why that would go wrong."""
+def launch(args: Args) -> tuple[Accelerator, torch.distributed.Store | None]:
+    """Join the processes that the launcher started, or say why that would go wrong; with the store they share."""
     on_cpu = args.cpu or not torch.cuda.is_available()
-    sizes = [int(os.environ.get(k, 1)) for k in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")]
-    if "MASTER_ADDR" in os.environ and max(sizes[:3]) == 1 and "RANK" not in os.environ:
-        fail("MASTER_ADDR is set but WORLD_SIZE is not, so this would run as one process: start several with "
-             f"'torchrun --standalone --nproc_per_node N {sys.argv[0]}', or unset MASTER_ADDR")  # fmt: skip
+    names = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+    world = max(int(os.environ.get(name, 1)) for name in names)
+    advice = f"start several with 'torchrun --standalone --nproc_per_node {max(world, 2)} {sys.argv[0]}'"
+    if "MASTER_ADDR" in os.environ and world == 1 and "RANK" not in os.environ:
+        fail(f"MASTER_ADDR is set but WORLD_SIZE is not, so this would run as one process: {advice}, or unset MASTER_ADDR")
     if args.mixed_precision == "fp16" and on_cpu:
         fail("--mixed-precision fp16 needs a GPU: use bf16 or no")
     if args.backend == "nccl" and on_cpu:
         fail("--backend nccl needs a GPU: use gloo or auto")
     if args.backend == "mpi" and not torch.distributed.is_mpi_available():
         fail("--backend mpi needs a torch built with MPI: use gloo, nccl or auto")
-    group = {"timeout": timedelta(seconds=args.timeout)}
-    if args.backend != "auto" and max(sizes[:3]) > 1:
+
+    group, store = {"timeout": timedelta(seconds=args.timeout)}, None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and world > 1:
+        # CRUCIAL: torchrun keeps its store through a restart. Without a prefix of its own, a restarted process would
+        # find the addresses of the dead ones there and fail to connect, or hang.
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = torch.distributed.TCPStore(*address, is_master=False, **group)
+        store = torch.distributed.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        backend = {"auto": "gloo" if on_cpu else "nccl"}.get(args.backend, args.backend)
+        torch.distributed.init_process_group(backend, store=store, rank=int(os.environ["RANK"]), world_size=world, **group)
+    if args.backend != "auto" and world > 1:
         group["backend"] = args.backend
-    # CRUCIAL: without broadcast_buffers=False rank 0's observation statistics would overwrite the others' at each forward.
+    # CRUCIAL: with broadcast_buffers rank 0's observation statistics would overwrite the others' at every forward.
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")  # Accelerate knows no other name yet
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")  # Accelerate has no other name yet
+    handlers = [ddp, InitProcessGroupKwargs(**group)]
     # CRUCIAL: without cpu=True torchrun on a machine without GPUs gives independent runs that never share a gradient.
-    accelerator = Accelerator(
-        cpu=on_cpu, mixed_precision=args.mixed_precision, kwargs_handlers=[ddp, InitProcessGroupKwargs(**group)]
-    )
-    if accelerator.num_processes != max(sizes):
-        fail(f"{max(sizes)} processes were started but {accelerator.num_processes} found each other: start them with "
-             f"'torchrun --standalone --nproc_per_node {max(sizes)} {sys.argv[0]}'")  # fmt: skip
-    return accelerator
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision=args.mixed_precision, kwargs_handlers=handlers)
+    if accelerator.num_processes != world:
+        fail(f"{world} processes were started, but {accelerator.num_processes} found each other: {advice}")
+    return accelerator, store
 
 
 class RunningMoments(nn.Module):
@@ -249,7 +265,9 @@ class Agent(nn.Module):
         sizes = {k: math.prod(space[k].shape) for k in ("state", "privileged") if k in space.keys()}
         self.discrete = hasattr(env.single_action_space, "n")
         actions = int(env.single_action_space.n) if self.discrete else env.single_action_space.shape[0]
-        self.obs_moments = nn.ModuleDict({k: RunningMoments(n) if args.norm_obs else nn.Identity() for k, n in sizes.items()})
+        self.obs_moments = nn.ModuleDict(
+            {k: RunningMoments(n) if args.norm_obs else nn.Identity() for k, n in sizes.items()}
+        )
         self.return_moments = RunningMoments(1)
         self.critic = mlp(sum(sizes.values()), 1, args.hidden_size, std=1.0)
         self.actor = mlp(sizes["state"], actions, args.hidden_size, std=0.01)
@@ -317,7 +335,9 @@ LOSSES = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", 
 
 
 @torch.no_grad()
-def evaluate(agent: nn.Module, env: envs.VecEnv, accelerator: Accelerator, video: Path | None = None) -> dict[str, float]:
+def evaluate(
+    agent: nn.Module, env: envs.VecEnv, accelerator: Accelerator, video: Path | None = None
+) -> dict[str, float]:
     """One deterministic episode in each eval env of every rank, so that short episodes are not favoured."""
     obs = env.reset()
     active = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
@@ -363,7 +383,9 @@ def write(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def save_checkpoint(folder: Path, accelerator: Accelerator, model: dict, about: dict, trainer: dict, local: dict) -> None:
+def save_checkpoint(
+    folder: Path, accelerator: Accelerator, model: dict, about: dict, trainer: dict, local: dict
+) -> None:
     """Write `folder` on all ranks together. Killed at any moment, this leaves the checkpoints before it as they were."""
     part, error = folder.with_name(f".{folder.name}.part"), None
     try:
@@ -457,7 +479,7 @@ def load_model(agent: nn.Module, folder: Path, model: dict, about: dict, args: A
 def main(args: Args) -> None:
     # ---- Set up
     check_args(args)
-    accelerator = launch(args)
+    accelerator, store = launch(args)
     rank, world, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     torch.set_num_threads(args.torch_threads)
     eval_episodes = args.eval_episodes or (16 if "/" in args.env_id else 512)
@@ -487,7 +509,9 @@ def main(args: Args) -> None:
     # ---- The run's folder, and the checkpoint to go on from
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     launcher = psutil.Process(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
-    started = time.strftime("%Y%m%d-%H%M%S", time.localtime(launcher.create_time()))  # the same after an elastic restart
+    started = time.strftime(
+        "%Y%m%d-%H%M%S", time.localtime(launcher.create_time())
+    )  # the same after an elastic restart
     stem = f"{args.env_id.replace('/', '-')}__ppo_ddp__{args.seed}__"
     run_dir, folders = Path(args.output_dir) / (args.run_name or stem + started), []
     if args.resume == "auto" and not args.run_name:
@@ -533,10 +557,16 @@ def main(args: Args) -> None:
         learning_rate = trainer["learning_rate"]
         window.extend(trainer["window"])
         accelerator.print(f"resuming {folder}")
-        changed = {k: v for k, v in asdict(args).items() if v != about["args"].get(k) and k not in ("resume", "run_name")}
+        changed = {
+            k: v for k, v in asdict(args).items() if v != about["args"].get(k) and k not in ("resume", "run_name")
+        }
         for name, x in changed.items():
             accelerator.print(f"  --{name.replace('_', '-')} is {x}, was {about['args'].get(name)}")
-        if trainer["world_size"] == world and args.num_envs == len(local["running_return"]) and local["env"] is not None:
+        if (
+            trainer["world_size"] == world
+            and args.num_envs == len(local["running_return"])
+            and local["env"] is not None
+        ):
             env.load_state_dict(local["env"])
             next_obs = TensorDict(local["next_obs"], [args.num_envs]).to(device)
             running_return = local["running_return"].to(device)
@@ -544,7 +574,11 @@ def main(args: Args) -> None:
             if device.type == "cuda" and local["cuda_rng"] is not None:
                 torch.cuda.set_rng_state(local["cuda_rng"], device)
         else:
-            why = "the number of envs changed" if local and local["env"] is not None else f"{args.env_id} cannot save its state"
+            why = (
+                "the number of envs changed"
+                if local and local["env"] is not None
+                else f"{args.env_id} cannot save its state"
+            )
             why = f"{trainer['world_size']} processes became {world}" if trainer["world_size"] != world else why
             accelerator.print(f"  envs start new episodes, because {why}: the run goes on, but not bit for bit")
             next_obs = env.reset(episode=iteration)
@@ -567,29 +601,32 @@ def main(args: Args) -> None:
             error = f"cannot write to {run_dir}: {caught.strerror}; choose another --output-dir"
     if error := broadcast_object_list([error])[0]:
         fail(error)
-    accelerator.log_with = [TensorBoardTracker(run_dir.name, run_dir.parent, purge_step=global_step + 1 if loaded else None)]
+    accelerator.log_with = [
+        TensorBoardTracker(run_dir.name, run_dir.parent, purge_step=global_step + 1 if loaded else None)
+    ]
     if args.track:
         settings = {"name": run_dir.name, "id": run_dir.name, "resume": "allow", "dir": str(run_dir)}
         accelerator.log_with.append(WandBTracker(args.wandb_project, config=asdict(args), **settings))
     try:
         accelerator.init_trackers(args.wandb_project)
     except Exception as error:  # wandb has many
-        fail(f"cannot start Weights & Biases ({str(error).splitlines()[0]}): run 'wandb login', or set WANDB_MODE=offline")
+        fail(
+            f"cannot start Weights & Biases ({str(error).splitlines()[0]}): run 'wandb login', or set WANDB_MODE=offline"
+        )
     stop_signals: list[float] = []
 
     def on_signal(number, frame):
-        if number == signal.SIGINT and stop_signals and time.time() - stop_signals[0] > 1.0:  # torchrun may send it twice
+        if (
+            number == signal.SIGINT and stop_signals and time.time() - stop_signals[0] > 1.0
+        ):  # torchrun may send it twice
             os._exit(130)
         stop_signals.append(time.time())
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, on_signal)
-    preempt, store = args.preempt_fraction < 1.0 and world > 1, None
-    if preempt:
-        # A client of the launcher's own store: reading a counter there is no collective, so no rank waits for another.
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = torch.distributed.TCPStore(*address, is_master=False, timeout=timedelta(seconds=args.timeout))
-        store = torch.distributed.PrefixStore(f"rollouts_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    preempt = args.preempt_fraction < 1.0 and world > 1
+    if preempt and store is None:
+        fail("--preempt-fraction needs torchrun, or accelerate launch, with the c10d rendezvous")
     about = {"env_id": args.env_id, "args": asdict(args)}
     versions = {k: version(k) for k in ("torch", "accelerate", "tensordict", "gymnasium")}
     accelerator.print(f"{args.env_id}: {world} x {args.num_envs} envs on {device.type}, writing to {run_dir}")
@@ -599,7 +636,9 @@ def main(args: Args) -> None:
     # ---- Storage: [T, N] of everything, allocated once; the step loop writes into the leaves
     T, N = args.num_steps, args.num_envs
     storage = TensorDict({"obs": {k: torch.zeros(T, *v.shape, dtype=v.dtype) for k, v in next_obs.items()}}, [T, N])
-    storage["action"] = torch.zeros(T, N, *env.single_action_space.shape, dtype=torch.int64 if agent.discrete else torch.float32)
+    storage["action"] = torch.zeros(
+        T, N, *env.single_action_space.shape, dtype=torch.int64 if agent.discrete else torch.float32
+    )
     storage["terminated"], storage["truncated"] = torch.zeros(2, T, N, dtype=torch.bool)
     storage["logprob"], storage["value"], storage["reward"], storage["final_value"] = torch.zeros(4, T, N)
     storage = storage.to(device)
@@ -627,7 +666,11 @@ def main(args: Args) -> None:
                     leaf[step] = next_obs[name]
                 leaves["action"][step], leaves["logprob"][step], leaves["value"][step] = action, logprob, value
                 next_obs, reward, terminated, truncated, info = env.step(action)
-                leaves["reward"][step], leaves["terminated"][step], leaves["truncated"][step] = reward, terminated, truncated
+                leaves["reward"][step], leaves["terminated"][step], leaves["truncated"][step] = (
+                    reward,
+                    terminated,
+                    truncated,
+                )
                 episodes[step] = torch.stack([info["episode"][k].float() for k in ("return", "length", "success")], -1)
                 for name, x in info["metrics"].items():
                     env_metrics[name] = env_metrics.get(name, 0.0) + x.mean()
@@ -641,11 +684,11 @@ def main(args: Args) -> None:
                     final_rows.append(step * N + rows)
                 # Most ranks are done: end here, with what there is, rather than keep them waiting.
                 if preempt and step + 1 < T and step + 1 >= args.preempt_min * T:
-                    if store.add(str(iteration), 0) >= args.preempt_fraction * world:
+                    if store.add(f"rollout_{iteration}", 0) >= args.preempt_fraction * world:
                         break
             steps = step + 1
             if preempt and steps == T:
-                store.add(str(iteration), 1)
+                store.add(f"rollout_{iteration}", 1)
             if final_obs:
                 leaves["final_value"].view(-1)[torch.cat(final_rows)] = agent(torch.cat(final_obs))[3]
             next_value = agent(next_obs)[3]
@@ -665,7 +708,10 @@ def main(args: Args) -> None:
             rollout["advantage"], rollout["return"] = advantages, advantages + values
 
             # ---- The one exchange before the update: counts, flags, moments and the newest episodes of each rank
-            finite = all(rollout[k].isfinite().all() for k in ("reward", "final_value", "value", *(("obs", k) for k, _ in obs_leaves)))
+            finite = all(
+                rollout[k].isfinite().all()
+                for k in ("reward", "final_value", "value", *(("obs", k) for k, _ in obs_leaves))
+            )
             ended = done.nonzero()[-window.maxlen :]
             newest = torch.full((window.maxlen, 4), -1.0, dtype=torch.float64, device=device)
             newest[: len(ended), 0] = ended[:, 0].double()
@@ -679,7 +725,9 @@ def main(args: Args) -> None:
         counts, samples = gathered[:, 0].long(), int(gathered[:, 0].sum())
         if gathered[:, 1].any():
             where = ", ".join(str(i) for i in gathered[:, 1].nonzero().view(-1).tolist())
-            fail(f"NaN or infinity from {args.env_id} on rank {where} in iteration {iteration}: nothing was learned from it")
+            fail(
+                f"NaN or infinity from {args.env_id} on rank {where} in iteration {iteration}: nothing was learned from it"
+            )
         stopping = bool(gathered[:, 2].any())
         (mean, r_mean), (square, r_square) = (gathered[:, 3:7].sum(0) / samples).view(2, 2).T.tolist()
         var, r_var = max(square - mean**2, 0.0), r_square - r_mean**2
@@ -724,7 +772,9 @@ def main(args: Args) -> None:
                 logged += mb_logged * weight
             if args.target_kl or args.lr_schedule == "adaptive":
                 # CRUCIAL: the KL of all ranks, so that all of them stop, or change their learning rate, together.
-                kl = accelerator.gather((logged - before_epoch)[None]).sum(0)[LOSSES.index("approx_kl")].item() / samples
+                kl = (
+                    accelerator.gather((logged - before_epoch)[None]).sum(0)[LOSSES.index("approx_kl")].item() / samples
+                )
                 if args.lr_schedule == "adaptive" and kl > 2.0 * args.desired_kl:
                     learning_rate = max(1e-5, learning_rate / 1.5)
                 elif args.lr_schedule == "adaptive" and kl < 0.5 * args.desired_kl:
@@ -735,7 +785,16 @@ def main(args: Args) -> None:
         update_seconds = time.perf_counter() - update_start
 
         # ---- Statistics and metrics: merged after the update, else the first ratio would not be 1
-        names = [*LOSSES, "grad_norm", "skipped_updates", "skipped_in_a_row", *sorted(env_metrics), "rollout", "update", "wait"]
+        names = [
+            *LOSSES,
+            "grad_norm",
+            "skipped_updates",
+            "skipped_in_a_row",
+            *sorted(env_metrics),
+            "rollout",
+            "update",
+            "wait",
+        ]
         mine = [*logged / (epoch + 1), norms / updates, skipped, skipped_in_a_row]
         mine += [env_metrics[k] / steps for k in sorted(env_metrics)]
         mine += [torch.tensor(x, device=device) for x in (rollout_seconds, update_seconds, wait_seconds)]
@@ -758,7 +817,9 @@ def main(args: Args) -> None:
                  f"try a smaller --learning-rate than {args.learning_rate}")  # fmt: skip
         log = {f"losses/{k}": means[k] * world / samples for k in LOSSES}
         log |= {f"losses/{k}": means[k] for k in ("grad_norm", "skipped_updates")}
-        log |= {f"env/{k}": means[k] for k in env_metrics} | {f"time/{k}": means[k] for k in ("rollout", "update", "wait")}
+        log |= {f"env/{k}": means[k] for k in env_metrics} | {
+            f"time/{k}": means[k] for k in ("rollout", "update", "wait")
+        }
         waits = per_rank[:, names.index("wait")]
         log |= {"time/wait_min": waits.min().item(), "time/wait_max": waits.max().item()}
         log["losses/explained_variance"] = 1.0 - var / r_var if r_var > 0 else math.nan
@@ -769,7 +830,11 @@ def main(args: Args) -> None:
             keys = ("charts/episodic_return", "charts/episodic_length", "charts/success_rate")
             log |= {k: x for k, *xs in zip(keys, *window) if not math.isnan(x := sum(xs) / len(window))}
         log |= {"charts/learning_rate": learning_rate, "charts/minibatch_size": samples / args.num_minibatches}
-        log |= {"charts/steps_sampled": global_step, "charts/steps_trained": steps_trained, "charts/iteration": iteration}
+        log |= {
+            "charts/steps_sampled": global_step,
+            "charts/steps_trained": steps_trained,
+            "charts/iteration": iteration,
+        }
         log["charts/preempted_fraction"] = 1.0 - samples / (world * T * N)
 
         # ---- Evaluate and save when due
@@ -805,10 +870,18 @@ def main(args: Args) -> None:
         # ---- Log
         accelerator.log(log, step=global_step)
         progress.update(global_step - progress.n)
-        shown = [("SPS", "charts/SPS", ".0f"), ("return", "charts/episodic_return", ".2f"), ("success", "charts/success_rate", ".2f")]
+        shown = [
+            ("SPS", "charts/SPS", ".0f"),
+            ("return", "charts/episodic_return", ".2f"),
+            ("success", "charts/success_rate", ".2f"),
+        ]
         shown = "  ".join(f"{name} {log[key]:{form}}" for name, key, form in shown if key in log)
         progress.set_postfix_str(shown, refresh=False)
-        if accelerator.is_main_process and progress.disable and (finished or iteration == 1 or time.time() - last_print > 5):
+        if (
+            accelerator.is_main_process
+            and progress.disable
+            and (finished or iteration == 1 or time.time() - last_print > 5)
+        ):
             last_print = time.time()
             print(f"step {global_step}/{args.total_timesteps}  {shown}", flush=True)
 

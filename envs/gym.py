@@ -28,6 +28,16 @@ def quiet_mujoco() -> None:
     mujoco.set_mju_user_warning(lambda text: "deprecated" in text or warnings.warn(text, RuntimeWarning, stacklevel=2))
 
 
+def mujoco_arrays(env) -> list[np.ndarray]:
+    """The integration state, and views of what MuJoCo derived from it: envs such as Ant read that before a step."""
+    import mujoco
+
+    state = np.zeros(mujoco.mj_stateSize(env.model, mujoco.mjtState.mjSTATE_INTEGRATION))
+    mujoco.mj_getState(env.model, env.data, state, mujoco.mjtState.mjSTATE_INTEGRATION)
+    derived = "xpos xquat xmat xipos ximat geom_xpos site_xpos subtree_com cinert cvel cfrc_ext qfrc_actuator sensordata"
+    return [state, *(getattr(env.data, name) for name in derived.split())]
+
+
 class Env(VecEnv):
     def __init__(self, name, num_envs, *, device, seed, first_env, group_size, max_episode_steps=None, render=0):
         self.num_envs, self.device = num_envs, torch.device(device)
@@ -38,7 +48,8 @@ class Env(VecEnv):
         quiet_mujoco()
         try:
             self._envs = [
-                gym.make(name, **options, **({"render_mode": "rgb_array"} if i < render else {})) for i in range(num_envs)
+                gym.make(name, **options, **({"render_mode": "rgb_array"} if i < render else {}))
+                for i in range(num_envs)
             ]
         except (gym.error.Error, ImportError) as error:
             raise ValueError(f"Gymnasium cannot make {name!r}: {str(error).splitlines()[0]}") from error
@@ -156,6 +167,32 @@ class Env(VecEnv):
 
     def render(self, count: int) -> torch.Tensor:
         return torch.from_numpy(np.stack([env.render() for env in self._envs[:count]]))
+
+    def _mujoco(self) -> list | None:
+        """The simulators, if they are Gymnasium's own MuJoCo envs: these keep nothing that MjData does not hold."""
+        envs = [env.unwrapped for env in self._envs]
+        return envs if envs[0].__module__.startswith("gymnasium.envs.mujoco") else None
+
+    def state_dict(self) -> dict | None:
+        if self._mujoco() is None:
+            return None
+        rows = [np.concatenate([a.reshape(-1) for a in mujoco_arrays(env)]) for env in self._mujoco()]
+        state = {"mujoco": np.stack(rows), "episode": self._episode, "steps": self._steps, "return": self._return}
+        return {k: torch.from_numpy(v.copy()) for k, v in state.items()}
+
+    def load_state_dict(self, state: dict) -> None:
+        import mujoco
+
+        self.reset()
+        for name, buffer in (("episode", self._episode), ("steps", self._steps), ("return", self._return)):
+            buffer[:] = state[name].numpy()
+        for i, (env, row) in enumerate(zip(self._mujoco(), state["mujoco"].numpy())):
+            arrays = mujoco_arrays(env)
+            parts = np.split(row, np.cumsum([a.size for a in arrays])[:-1])
+            mujoco.mj_setState(env.model, env.data, parts[0], mujoco.mjtState.mjSTATE_INTEGRATION)
+            for array, part in zip(arrays[1:], parts[1:]):
+                array[...] = part.reshape(array.shape)
+            self._envs[i].set_wrapper_attr("_elapsed_steps", int(self._steps[i]))
 
     def close(self) -> None:
         if self._pool is not None:

@@ -1,6 +1,7 @@
 """What several tests need: running a script as its users do, in real processes, with a hard time limit."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +16,23 @@ torch.set_num_threads(1)
 
 
 def clean_env(**extra: str) -> dict[str, str]:
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS")
+    launcher = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+        "OMP_NUM_THREADS",
+    )
     env = {k: v for k, v in os.environ.items() if k not in launcher}
     path = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
-    settings = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT}/tests/site", "PATH": path, "WANDB_MODE": "offline"}
+    settings = {
+        "TORCH_DISTRIBUTED_DEBUG": os.environ.get("DBG", "DETAIL"),
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT}/tests/site",
+        "PATH": path,
+        "WANDB_MODE": "offline",
+    }
     return env | settings | {"OMP_NUM_THREADS": "1"} | extra
 
 
@@ -57,6 +71,16 @@ def run(*command, timeout: float = 120, ok: bool = True, **extra: str) -> str:
     code, output = Process(list(command), **extra).finish(timeout)
     assert (code == 0) == ok, f"exit code {code}: {' '.join(map(str, command))}\n{output[-4000:]}"
     return output
+
+
+@pytest.fixture(autouse=True)
+def restored_signals():
+    """A script that runs in this process takes the signals; give them back."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def script(name: str, nproc: int = 1) -> list[str]:

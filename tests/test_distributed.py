@@ -39,7 +39,13 @@ def test_gradient_equals_that_of_the_joined_batch(tmp_path, sizes):
     """Also where the ranks hold different numbers of samples, and where one has nothing in a minibatch."""
     steps, rows = {"equal": ([8, 8], [4, 4]), "unequal": ([8, 3], [4, 4]), "empty": ([8, 1], [4, 1])}[sizes]
     minibatches = 4 if sizes == "empty" else 1
-    settings = {"num_steps": steps, "num_envs": rows, "num_minibatches": minibatches, "update_epochs": 1, "max_grad_norm": 1e9}
+    settings = {
+        "num_steps": steps,
+        "num_envs": rows,
+        "num_minibatches": minibatches,
+        "update_epochs": 1,
+        "max_grad_norm": 1e9,
+    }
     ranks, _ = worker(tmp_path, "gradient", 2, total_timesteps=1, learning_rate=1e-12, **settings)
     agent = ppo_ddp.Agent(envs.make("PushCube", 1), ppo_ddp.Args())
     agent.load_state_dict(ranks[0]["initial"])
@@ -82,7 +88,13 @@ def test_one_process_with_twice_the_envs_learns_the_same(tmp_path):
     for name, x in whole["final"].items():
         torch.testing.assert_close(x, halves[0]["final"][name], atol=1e-5, rtol=1e-5)
     metrics = [json.loads((tmp_path / f"shared_{n}" / "run" / "summary.json").read_text()) for n in (1, 2)]
-    for key in ("losses/policy_loss", "losses/value_loss", "losses/approx_kl", "losses/explained_variance", "env/distance"):
+    for key in (
+        "losses/policy_loss",
+        "losses/value_loss",
+        "losses/approx_kl",
+        "losses/explained_variance",
+        "env/distance",
+    ):
         assert metrics[0][key] == pytest.approx(metrics[1][key], abs=1e-4), key
     assert metrics[0]["eval/episodic_return"] == pytest.approx(metrics[1]["eval/episodic_return"], abs=1e-4)
 
@@ -128,12 +140,15 @@ def test_metrics_cover_all_ranks(tmp_path):
         (["accelerate", "launch", "--cpu", "--num_processes", "2", "ppo_ddp.py"], "torchrun --standalone"),
         (["torchrun", "--standalone", "--nproc_per_node", "2", "ppo_ddp.py", "--backend", "nccl"], "use gloo or auto"),
         (["torchrun", "--standalone", "--nproc_per_node", "2", "ppo_ddp.py", "--backend", "mpi"], "built with MPI"),
-        (["torchrun", "--standalone", "--nproc_per_node", "2", "ppo_ddp.py", "--env-id", "nonsense"], "CartPole, PushCube"),
+        (
+            ["torchrun", "--standalone", "--nproc_per_node", "2", "ppo_ddp.py", "--env-id", "nonsense"],
+            "CartPole, PushCube",
+        ),
     ],
 )
 def test_a_launch_that_would_go_wrong_is_refused(command, words, tmp_path):
     text = run(*command, "--output-dir", tmp_path / "runs", ok=False)
-    assert words in text and "Traceback (most recent call last):\n  File \"ppo_ddp.py\"" not in text
+    assert words in text and 'Traceback (most recent call last):\n  File "ppo_ddp.py"' not in text
     assert not (tmp_path / "runs").exists()
 
 

@@ -111,21 +111,27 @@ def test_inactive_rows_stay(env_id):
         same = other.step(action)
         assert torch.equal(obs["state"][~active], before["state"][~active])
         assert not reward[~active].any() and not (terminated | truncated)[~active].any()
-        assert torch.equal(obs["state"][active], same[0]["state"][active]) and torch.equal(reward[active], same[1][active])
+        assert torch.equal(obs["state"][active], same[0]["state"][active]) and torch.equal(
+            reward[active], same[1][active]
+        )
 
 
-@pytest.mark.parametrize("env_id", EMBEDDED)
+@pytest.mark.parametrize("env_id", [*EMBEDDED, *GYM[:3], "gym/Hopper-v5", "gym/Ant-v5", "gym/Humanoid-v5"])
 def test_state_dict_is_exact(env_id):
-    env = envs.make(env_id, 16, seed=1)
+    env = envs.make(env_id, 6, seed=1)
     env.reset()
-    play(env, 90, seed=1)
+    play(env, 30, seed=1)
     saved = env.state_dict()
-    expected = play(env, 150, seed=2)
-    other = envs.make(env_id, 16, seed=1)
+    expected = play(env, 60, seed=2)
+    other = envs.make(env_id, 6, seed=1)
     other.load_state_dict(saved)
-    for a, b in zip(expected, play(other, 150, seed=2)):
+    for a, b in zip(expected, play(other, 60, seed=2)):
         assert torch.equal(a[0]["state"], b[0]["state"]) and torch.equal(a[1], b[1])
-        assert all(torch.equal(a[4]["episode"][k], b[4]["episode"][k]) for k in a[4]["episode"])
+        torch.testing.assert_close(a[4]["episode"], b[4]["episode"], atol=0, rtol=0, equal_nan=True)
+
+
+def test_a_simulator_that_cannot_tell_its_state_says_so():
+    assert envs.make("gym/CartPole-v1", 2).state_dict() is None
 
 
 def test_draws_are_the_documented_hash():
@@ -148,7 +154,10 @@ def test_draws_are_the_documented_hash():
 
 def test_draws_are_uniform_and_independent():
     env = envs.make("PushCube", 20_000, seed=1)
-    draws = [env._draw_start() for env._episode in (torch.zeros(20_000, dtype=torch.int64), torch.ones(20_000, dtype=torch.int64))]
+    draws = [
+        env._draw_start()
+        for env._episode in (torch.zeros(20_000, dtype=torch.int64), torch.ones(20_000, dtype=torch.int64))
+    ]
     u = (torch.cat(draws, 1) - torch.cat([env._centre] * 2)) / torch.cat([env._width] * 2) + 0.5
     assert u.min() >= 0 and u.max() < 1
     histogram = torch.stack([torch.histc(x, 10, 0, 1) for x in u.T]) / 20_000

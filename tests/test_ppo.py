@@ -109,7 +109,9 @@ def test_categorical_policy_matches_torch():
 
 def test_privileged_observations_reach_only_the_critic():
     env = envs.make("PushCube", 4)
-    env.single_observation_space = gym.spaces.Dict({**env.single_observation_space, "privileged": gym.spaces.Box(-1, 1, (3,))})
+    env.single_observation_space = gym.spaces.Dict(
+        {**env.single_observation_space, "privileged": gym.spaces.Box(-1, 1, (3,))}
+    )
     agent = Agent(env, Args())
     obs = env.reset()
     one, two = (TensorDict({"state": obs["state"], "privileged": torch.full((4, 3), x)}, [4]) for x in (0.0, 1.0))
@@ -241,7 +243,10 @@ def test_truncation_is_bootstrapped_with_the_final_observation(tmp_path, monkeyp
                 expected = torch.stack([agent(obs)[3] * cut for obs, _, cut in recorded])
             torch.testing.assert_close(final_values, expected)
             assert torch.equal(terminated, torch.stack([x for _, x, _ in recorded]))
-            assert torch.equal(truncated, torch.stack([x for _, _, x in recorded])) and expected.ne(0).sum() == truncated.sum() > 4
+            assert (
+                torch.equal(truncated, torch.stack([x for _, _, x in recorded]))
+                and expected.ne(0).sum() == truncated.sum() > 4
+            )
             checked.append(True)
         return real(rewards, values, next_value, terminated, truncated, final_values, *rest)
 
@@ -359,7 +364,9 @@ def test_reward_scaling_is_part_of_the_model(tmp_path, monkeypatch, made):
     raw, scaled, agents = [], [], []
     init, real = ppo_ddp.Agent.__init__, ppo_ddp.compute_gae
     monkeypatch.setattr(ppo_ddp.Agent, "__init__", lambda self, *a: (init(self, *a), agents.append(self))[0])
-    monkeypatch.setattr(ppo_ddp, "compute_gae", lambda rewards, *rest: (scaled.append(rewards), real(rewards, *rest))[1])
+    monkeypatch.setattr(
+        ppo_ddp, "compute_gae", lambda rewards, *rest: (scaled.append(rewards), real(rewards, *rest))[1]
+    )
 
     def hook(env, obs, reward, terminated, truncated, info):
         if env.num_envs == 8:

@@ -1,12 +1,13 @@
 """Runs a script's main() under a launcher, with what a test wants to see recorded, one file per rank.
 
-    torchrun ... tests/worker.py SCRIPT CASE OUTPUT '{"num_envs": 4}'
+torchrun ... tests/worker.py SCRIPT CASE OUTPUT '{"num_envs": 4}'
 """
 
 import importlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -89,6 +90,10 @@ def recording_make(*a, **k):
             return obs
 
         def broken_step(*a, **k):
+            if case == "slow":
+                time.sleep(0.012 if rank == 1 else 0.002)
+            if case == "even":
+                time.sleep(0.003)
             obs, reward, *rest = env_step(*a, **k)
             record["steps"] = record.get("steps", 0) + 1
             if record["steps"] == 20 and rank == 1:
@@ -103,9 +108,20 @@ def recording_make(*a, **k):
 
 
 script.envs.make = recording_make
+if case == "disk":
+    save, saves = torch.save, []
+
+    def full_disk(content, path):
+        saves.append(path)
+        if rank == 1 and len(saves) == 3:
+            raise OSError(28, "No space left on device")
+        save(content, path)
+
+    script.torch.save = full_disk
 try:
     script.main(args)
 finally:
     record["final"] = {k: v.clone() for k, v in agents[0].state_dict().items()}
     Path(output).mkdir(parents=True, exist_ok=True)
+    torch.save = save if case == "disk" else torch.save
     torch.save(record, f"{output}/record_{rank}.pt")

@@ -1,0 +1,398 @@
+"""A run that survives: exact resume, killed ranks, signals, damaged files, stragglers."""
+
+import contextlib
+import io
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import tyro
+from conftest import Process, run, script
+from safetensors.torch import load_file, save_file
+from test_distributed import worker
+
+import ppo_ddp
+
+SMALL = "--num-envs 8 --num-steps 16 --num-minibatches 4 --update-epochs 2 --eval-episodes 8 --norm-reward".split()
+STEPS = 8 * 16  # of one process in an iteration
+
+
+def checkpoint(folder: Path) -> dict:
+    """All that a checkpoint holds, by name."""
+    content = {f"model.{k}": v for k, v in load_file(folder / "model.safetensors").items()}
+    for file in sorted(folder.glob("*.pt")):
+        content[file.stem] = torch.load(file, weights_only=True)
+    return content
+
+
+def assert_same(one, two, where=""):
+    """Bit for bit, through dicts and lists."""
+    assert type(one) is type(two), where
+    if isinstance(one, dict):
+        assert one.keys() == two.keys(), where
+        for k in one:
+            assert_same(one[k], two[k], f"{where}.{k}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(two), where
+        for i, (a, b) in enumerate(zip(one, two)):
+            assert_same(a, b, f"{where}.{i}")
+    elif torch.is_tensor(one):
+        assert one.dtype == two.dtype and torch.equal(one.nan_to_num(-1.5), two.nan_to_num(-1.5)), where
+    else:
+        assert one == two or (one != one and two != two), where
+
+
+def newest(run_dir: Path) -> Path:
+    return run_dir / "checkpoints" / (run_dir / "checkpoints" / "latest").read_text()
+
+
+def scores(run_dir: Path) -> dict:
+    """The metrics of a finished run that time has no part in."""
+    summary = json.loads((run_dir / "summary.json").read_text())
+    return {k: v for k, v in summary.items() if re.match("losses/|eval/|env/|charts/(?!SPS)|global_step", k)}
+
+
+def train(tmp_path, nproc, name, iterations, *options, ok=True):
+    """Run the script in fresh processes; its output."""
+    total = ["--total-timesteps", STEPS * nproc * iterations]
+    where = ["--output-dir", tmp_path, "--run-name", name]
+    return run(*script("ppo_ddp.py", nproc), *SMALL, *where, *total, *options, ok=ok)
+
+
+def train_here(tmp_path, name, iterations, *options, ok=True):
+    """The same in this process, which saves its start."""
+    options = ["--output-dir", tmp_path, "--run-name", name, "--total-timesteps", STEPS * iterations, *options]
+    args = tyro.cli(ppo_ddp.Args, args=[str(x) for x in (*SMALL, *options)])
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        if ok:
+            ppo_ddp.main(args)
+            return output.getvalue()
+        with pytest.raises(SystemExit) as stopped:
+            ppo_ddp.main(args)
+    assert isinstance(stopped.value.code, str) and stopped.value.code.count("\n") == 0
+    return stopped.value.code
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_resume_is_exact(tmp_path, nproc):
+    """2K iterations at once, and K with a stop, then K more: the same bits in weights, optimizer, statistics, metrics.
+
+    Three processes because with two a sum has only one order: DDP's regrouping of gradients would go unseen.
+    """
+    options = ["--lr-schedule", "constant", "--hidden-size", 32]
+    train(tmp_path, nproc, "whole", 6, *options)
+    train(tmp_path, nproc, "parts", 3, *options)
+    text = train(tmp_path, nproc, "parts", 6, *options, "--resume", "auto")
+    assert f"resuming {tmp_path}/parts/checkpoints/step_{STEPS * nproc * 3}" in text
+    assert "was 384" in text or "total-timesteps is" in text  # an argument that differs is listed
+    whole, parts = newest(tmp_path / "whole"), newest(tmp_path / "parts")
+    assert whole.name == parts.name
+    one, two = checkpoint(whole), checkpoint(parts)
+    for content in (one, two):  # of the shorter part's last evaluation, and nothing else
+        content["trainer"].pop("best")
+    assert_same(one, two)
+    assert_same(scores(tmp_path / "whole"), scores(tmp_path / "parts"))
+
+
+def test_resume_of_mujoco_is_exact(tmp_path):
+    options = ["--lr-schedule", "constant", "--env-id", "gym/Hopper-v5", "--eval-episodes", 2]
+    train_here(tmp_path, "whole", 4, *options)
+    train_here(tmp_path, "parts", 2, *options)
+    text = train_here(tmp_path, "parts", 4, *options, "--resume", tmp_path / "parts")
+    assert "bit for bit" not in text
+    one, two = checkpoint(newest(tmp_path / "whole")), checkpoint(newest(tmp_path / "parts"))
+    one["trainer"].pop("best"), two["trainer"].pop("best")
+    assert_same(one, two)
+
+
+def test_a_simulator_without_state_starts_anew_and_says_so(tmp_path):
+    options = ["--env-id", "gym/CartPole-v1", "--eval-episodes", 2]
+    train_here(tmp_path, "run", 2, *options)
+    assert "gym/CartPole-v1 cannot save its state" in train_here(tmp_path, "run", 4, *options, "--resume", "auto")
+
+
+def tensorboard_steps(run_dir: Path) -> list[int]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir))
+    events.Reload()
+    return [e.step for e in events.Scalars("charts/learning_rate")]
+
+
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 2)])
+def test_another_number_of_processes_goes_on(tmp_path, before, after):
+    """Model, optimizer, statistics and counters are taken over; envs start anew, and the console says so."""
+    options = ["--lr-schedule", "constant", "--save-interval", 1, "--keep-checkpoints", 100]
+    train(tmp_path, before, "run", 2, *options)
+    old = newest(tmp_path / "run")
+    total = ["--total-timesteps", 1280]
+    text = train(tmp_path, after, "run", 0, *options, *total, "--resume", tmp_path / "run")
+    assert f"{before} processes became {after}: the run goes on, but not bit for bit" in text
+    steps = tensorboard_steps(tmp_path / "run")
+    assert steps == sorted(set(steps)) and steps[-1] >= 1280  # one axis, nothing twice
+    start, end = (checkpoint(f)["trainer"] for f in (old, newest(tmp_path / "run")))
+    assert end["iteration"] == start["iteration"] + (1280 - start["global_step"]) // (STEPS * after)
+    count = load_file(newest(tmp_path / "run") / "model.safetensors")["obs_moments.state.count"]
+    assert count == end["global_step"]
+
+
+def test_keeps_the_newest_and_the_best(tmp_path):
+    train_here(tmp_path, "run", 8, "--save-interval", 1, "--keep-checkpoints", 2, "--eval-interval", 2 * STEPS)
+    folder = tmp_path / "run" / "checkpoints"
+    kept = {p.name for p in folder.glob("step_*")}
+    assert {f"step_{STEPS * 7}", f"step_{STEPS * 8}"} <= kept and (folder / "best").read_text() in kept
+    assert len(kept) <= 3 and not list(folder.glob(".*"))
+    output = run(*script("ppo_ddp.py"), "--evaluate", "--checkpoint", tmp_path / "run", "--eval-episodes", 8)
+    assert (folder / "best").read_text() in output and "eval/episodes 8" in output
+
+
+# ---- Damaged checkpoints
+
+
+def damage(folder: Path, how: str) -> str:
+    """Spoil a checkpoint; the name of what is spoilt."""
+    model, trainer = folder / "model.safetensors", folder / "trainer.pt"
+    if how == "truncated":
+        model.write_bytes(model.read_bytes()[:-100])
+    elif how == "flipped":
+        data = bytearray(model.read_bytes())
+        data[-5] ^= 1
+        model.write_bytes(data)
+    elif how == "empty":
+        trainer.write_bytes(b"")
+    elif how == "missing":
+        (folder / "rank_0.pt").unlink()
+    elif how == "code":
+        import hashlib
+        import pickle
+
+        class Evil:
+            def __reduce__(self):
+                return os.system, (f"touch {folder.parent.parent.parent}/executed",)
+
+        trainer.write_bytes(pickle.dumps(Evil()))
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest["trainer.pt"] = hashlib.sha256(trainer.read_bytes()).hexdigest()
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    elif how == "shape":
+        import hashlib
+
+        from safetensors import safe_open
+
+        with safe_open(model, "pt") as file:
+            about = file.metadata()
+        weights = load_file(model)
+        weights["actor.0.weight"] = torch.zeros(3, 3)
+        save_file(weights, model, metadata=about)
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest["model.safetensors"] = hashlib.sha256(model.read_bytes()).hexdigest()
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A finished run with several checkpoints, to be copied."""
+    folder = tmp_path_factory.mktemp("trained")
+    train_here(folder, "run", 3, "--save-interval", 1)
+    return folder / "run"
+
+
+@pytest.mark.parametrize("how", ["truncated", "flipped", "empty", "missing", "code", "shape"])
+def test_damaged_checkpoints_are_refused(tmp_path, trained, how):
+    """With its folder named and a non-zero exit code; nothing inside it is executed."""
+    shutil.copytree(trained, tmp_path / "run")
+    name = damage(newest(tmp_path / "run"), how)
+    text = train_here(tmp_path, "run", 6, "--resume", tmp_path / "run", ok=False)
+    assert name in text and "Traceback" not in text
+    assert not (tmp_path / "executed").exists()
+    if how != "shape":
+        text = train_here(tmp_path, "run", 4, "--resume", "auto")
+        assert "trying the one before it" in text and f"resuming {tmp_path}/run/checkpoints/step_{2 * STEPS}" in text
+        assert not (tmp_path / "executed").exists()
+
+
+def test_all_ranks_fall_back_to_the_same_checkpoint(tmp_path):
+    """Only rank 1's own file is damaged: rank 0 must not go on from it either."""
+    train(tmp_path, 2, "run", 3, "--save-interval", 1)
+    (newest(tmp_path / "run") / "rank_1.pt").write_bytes(b"nonsense")
+    text = train(tmp_path, 2, "run", 4, "--resume", "auto")
+    assert "rank_1.pt is damaged; trying the one before it" in text and f"step_{2 * 2 * STEPS}" in text
+    train(tmp_path, 2, "run", 5, "--resume", "auto")
+
+
+def test_arguments_that_change_the_shapes_are_refused(tmp_path, trained):
+    shutil.copytree(trained, tmp_path / "run")
+    for option in (["--hidden-size", 16], ["--no-norm-obs"], ["--env-id", "CartPole"]):
+        text = train_here(tmp_path, "run", 6, *option, "--resume", tmp_path / "run", ok=False)
+        assert f"set {option[0].replace('--no-', '--')} to match it" in text
+
+
+def test_a_run_is_not_overwritten(tmp_path, trained):
+    shutil.copytree(trained, tmp_path / "run")
+    text = train_here(tmp_path, "run", 6, ok=False)
+    assert f"go on with --resume {tmp_path}/run" in text
+
+
+# ---- Kills and signals
+
+
+def wait_for(condition, timeout=60):
+    end = time.time() + timeout
+    while not (result := condition()):
+        assert time.time() < end, "waited in vain"
+        time.sleep(0.02)
+    return result
+
+
+def ranks(process: Process) -> dict[int, psutil.Process]:
+    """The processes of a launch that run the script, by rank."""
+    found = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        try:
+            if "ppo_ddp.py" in " ".join(child.cmdline()):
+                found[int(child.environ().get("RANK", -1))] = child
+        except psutil.Error:
+            pass
+    return found
+
+
+def start(tmp_path, nproc, name, iterations, *options) -> Process:
+    total = ["--total-timesteps", STEPS * nproc * iterations]
+    where = ["--output-dir", tmp_path, "--run-name", name, "--keep-checkpoints", 1000]
+    command = script("ppo_ddp.py", nproc)
+    if options and options[0] == "restarts":
+        command[4:4] = ["--max-restarts", "1"]
+        options = options[1:]
+    return Process([*command, *SMALL, *where, *total, "--save-interval", "1", *options])
+
+
+def test_a_killed_rank_leads_to_a_restart_that_loses_nothing(tmp_path):
+    """kill -9 of rank 1 under --max-restarts: ends by itself, with the bits of the run that was left alone."""
+    train(tmp_path, 2, "whole", 40, "--save-interval", 1)
+    process = start(tmp_path, 2, "killed", 40, "restarts")
+    folder = tmp_path / "killed" / "checkpoints"
+    wait_for(lambda: len(list(folder.glob("step_*"))) > 5)
+    ranks(process)[1].kill()
+    code, text = process.finish()
+    assert code == 0 and "resuming" in text, text[-3000:]
+    one, two = checkpoint(newest(tmp_path / "whole")), checkpoint(newest(tmp_path / "killed"))
+    assert_same(one, two)
+
+
+def test_killed_at_twenty_random_moments_it_resumes_every_time(tmp_path):
+    """A run that saves at every iteration: after each kill -9 the newest checkpoint is good and a little further on."""
+    generator, steps = random.Random(0), [0]
+    for _ in range(20):
+        process = start(tmp_path, 1, "run", 100_000, "--resume", "auto")
+        folder = tmp_path / "run" / "checkpoints"
+        latest = (folder / "latest").read_text() if (folder / "latest").exists() else ""
+        wait_for(lambda: (folder / "latest").exists() and (folder / "latest").read_text() != latest)
+        time.sleep(generator.uniform(0.0, 0.3))
+        process.kill_all()
+        _, text = process.finish()
+        assert "trying the one before it" not in text and (len(steps) == 1 or "resuming" in text), text
+        steps.append(int(newest(tmp_path / "run").name.removeprefix("step_")))
+        assert steps[-1] > steps[-2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(tmp_path, number):
+    process = start(tmp_path, 2, "run", 100_000)
+    wait_for(lambda: len(list((tmp_path / "run" / "checkpoints").glob("step_*"))) > 2)
+    begin = time.time()
+    ranks(process)[1].send_signal(number)
+    code, text = process.finish(60)
+    assert code == 0 and time.time() - begin < 30, text[-3000:]
+    last = newest(tmp_path / "run")
+    assert (tmp_path / "run" / "preempted").read_text() == last.name and f"saved {last}" in text
+
+
+def test_a_stopped_run_goes_on_exactly(tmp_path):
+    options = ["--lr-schedule", "constant"]
+    process = start(tmp_path, 2, "run", 100_000, *options)
+    wait_for(lambda: len(list((tmp_path / "run" / "checkpoints").glob("step_*"))) > 2)
+    ranks(process)[0].send_signal(signal.SIGTERM)
+    process.finish(60)
+    done = int(newest(tmp_path / "run").name.removeprefix("step_")) // (2 * STEPS)
+    train(tmp_path, 2, "run", done + 3, *options, "--save-interval", 1, "--resume", "auto")
+    train(tmp_path, 2, "whole", done + 3, *options, "--save-interval", 1)
+    assert_same(checkpoint(newest(tmp_path / "run")), checkpoint(newest(tmp_path / "whole")))
+
+
+def test_a_second_interrupt_leaves_at_once(tmp_path):
+    process = start(tmp_path, 1, "run", 100_000, "--num-steps", 20_000)
+    wait_for(lambda: (tmp_path / "run" / "args.json").exists())
+    time.sleep(2)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(1.5)
+    code, _ = process.finish(10)
+    assert code == 130
+
+
+# ---- Ranks that drift apart, or wait for one another
+
+
+def test_a_corrupted_weight_is_caught(tmp_path):
+    settings = {"check_interval": 2, "total_timesteps": 64 * 10}
+    _, text = worker(tmp_path, "corrupt", 2, ok=False, **settings)
+    assert "of rank 1 differ from rank 0's in iteration 2" in text
+    assert "Traceback" not in text.split("ChildFailedError")[0]
+
+
+def test_stragglers_are_preempted(tmp_path):
+    """One rank six times slower: with preemption the run is faster, and every sample collected is trained on."""
+    results = {}
+    for fraction in (1.0, 0.5):
+        settings = {"num_steps": 32, "num_envs": 8, "total_timesteps": 32 * 8 * 2 * 12, "preempt_fraction": fraction}
+        records, _ = worker(tmp_path / str(fraction), "slow", 2, **settings)
+        summary = json.loads((tmp_path / str(fraction) / "slow_2" / "run" / "summary.json").read_text())
+        assert_same(records[0]["final"], records[1]["final"])
+        assert summary["global_step"] == records[0]["final"]["obs_moments.state.count"] == 8 * sum(r["steps"] for r in records)
+        assert summary["global_step"] >= settings["total_timesteps"]
+        results[fraction] = summary
+    assert results[0.5]["charts/SPS"] > 1.5 * results[1.0]["charts/SPS"]
+    assert results[0.5]["charts/preempted_fraction"] > 0.2 and results[1.0]["charts/preempted_fraction"] == 0
+    assert results[0.5]["time/wait_max"] < results[1.0]["time/wait_max"]
+
+
+def test_ranks_of_equal_speed_lose_little_to_preemption(tmp_path):
+    settings = {"num_steps": 32, "num_envs": 8, "total_timesteps": 32 * 8 * 2 * 30, "preempt_fraction": 0.6}
+    records, _ = worker(tmp_path, "even", 2, **settings)
+    collected = sum(r["steps"] for r in records)
+    iterations = records[0]["updates"] // 4
+    assert collected > 0.95 * iterations * 2 * 32
+
+
+def test_two_nodes(tmp_path):
+    """Two launchers that meet at a rendezvous, as on two machines."""
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    common = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_id", "7", "--rdzv_backend", "c10d"]
+    common += ["--rdzv_endpoint", f"127.0.0.1:{port}"]
+    where = ["--output-dir", tmp_path, "--run-name", "run", "--total-timesteps", "2048"]
+    nodes = [Process(["torchrun", *common, "ppo_ddp.py", *SMALL, *where]) for _ in range(2)]
+    results = [node.finish() for node in nodes]
+    assert [code for code, _ in results] == [0, 0], results
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 2
+
+
+def test_a_full_disk_stops_the_run_and_spares_the_checkpoints(tmp_path):
+    """Writing fails on rank 1 alone, in the third checkpoint: both stop, and the second one is still good."""
+    _, text = worker(tmp_path, "disk", 2, ok=False, save_interval=1, total_timesteps=64 * 10)
+    run_dir = tmp_path / "disk_2" / "run"
+    assert "No space left on device" in text and "the checkpoints before it are untouched" in text
+    assert {p.name for p in (run_dir / "checkpoints").glob("step_*")} == {"step_64", "step_128"}
+    checkpoint(newest(run_dir))
