@@ -34,6 +34,7 @@ import tyro
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 from accelerate.utils import broadcast_object_list, gather_object
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tensordict import TensorDict
@@ -152,35 +153,29 @@ def fail(message: str) -> None:
 
 
 def check_args(args: Args) -> None:
-    for name in ("num_envs", "total_timesteps", "num_steps", "num_minibatches", "update_epochs", "keep_checkpoints",
-                 "learning_rate", "desired_kl", "clip_coef", "max_grad_norm", "hidden_size", "timeout", "torch_threads"):  # fmt: skip
-        if not getattr(args, name) > 0:
-            fail(f"--{name.replace('_', '-')} must be greater than 0, not {getattr(args, name)}")
-    for name in (
-        "eval_interval",
-        "eval_episodes",
-        "save_interval",
-        "check_interval",
-        "ent_coef",
-        "vf_coef",
-        "target_kl",
-    ):
-        if not getattr(args, name) >= 0:
-            fail(f"--{name.replace('_', '-')} must not be negative, not {getattr(args, name)}")
-    for name in ("gamma", "gae_lambda", "preempt_fraction", "preempt_min"):
-        if not 0 <= getattr(args, name) <= 1:
-            fail(f"--{name.replace('_', '-')} must be between 0 and 1, not {getattr(args, name)}")
+    positive = (
+        "num_envs total_timesteps num_steps num_minibatches update_epochs keep_checkpoints learning_rate desired_kl"
+    )
+    positive += " clip_coef max_grad_norm hidden_size timeout torch_threads"
+    natural = "eval_interval eval_episodes save_interval check_interval ent_coef vf_coef target_kl"
+    fraction = "gamma gae_lambda preempt_fraction preempt_min"
+    for name, value in asdict(args).items():
+        option = f"--{name.replace('_', '-')}"
+        if name in positive.split() and not value > 0:
+            fail(f"{option} must be greater than 0, not {value}")
+        if name in natural.split() and not value >= 0:
+            fail(f"{option} must be 0 or more, not {value}")
+        if name in fraction.split() and not 0 <= value <= 1:
+            fail(f"{option} must be between 0 and 1, not {value}")
     if not 0 <= args.seed < EVAL_SEED:
         fail(f"--seed must be between 0 and {EVAL_SEED - 1}, not {args.seed}")
     if (args.num_envs * args.num_steps) % args.num_minibatches:
         batch = f"--num-envs {args.num_envs} x --num-steps {args.num_steps} = {args.num_envs * args.num_steps} samples"
         fail(f"{batch} do not divide into --num-minibatches {args.num_minibatches}")
-    if args.evaluate != bool(args.checkpoint):
-        fail("--evaluate and --checkpoint PATH go together")
-    if args.evaluate and args.resume:
-        fail("--evaluate scores a policy and --resume trains it further: give one of them")
+    if args.evaluate != bool(args.checkpoint) or (args.evaluate and args.resume):
+        fail("--evaluate goes with --checkpoint PATH, and not with --resume")
     if Path(args.run_name).name != args.run_name:
-        fail(f"--run-name must be a plain name, not {args.run_name!r}; --output-dir says where it goes")
+        fail(f"--run-name must be a plain name, not {args.run_name!r}: --output-dir says where it goes")
 
 
 def launch(args: Args) -> tuple[Accelerator, torch.distributed.Store | None]:
@@ -190,7 +185,9 @@ def launch(args: Args) -> tuple[Accelerator, torch.distributed.Store | None]:
     world = max(int(os.environ.get(name, 1)) for name in names)
     advice = f"start several with 'torchrun --standalone --nproc_per_node {max(world, 2)} {sys.argv[0]}'"
     if "MASTER_ADDR" in os.environ and world == 1 and "RANK" not in os.environ:
-        fail(f"MASTER_ADDR is set but WORLD_SIZE is not, so this would run as one process: {advice}, or unset MASTER_ADDR")
+        fail(
+            f"MASTER_ADDR is set but WORLD_SIZE is not, so this would run as one process: {advice}, or unset MASTER_ADDR"
+        )
     if args.mixed_precision == "fp16" and on_cpu:
         fail("--mixed-precision fp16 needs a GPU: use bf16 or no")
     if args.backend == "nccl" and on_cpu:
@@ -206,7 +203,9 @@ def launch(args: Args) -> tuple[Accelerator, torch.distributed.Store | None]:
         store = torch.distributed.TCPStore(*address, is_master=False, **group)
         store = torch.distributed.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         backend = {"auto": "gloo" if on_cpu else "nccl"}.get(args.backend, args.backend)
-        torch.distributed.init_process_group(backend, store=store, rank=int(os.environ["RANK"]), world_size=world, **group)
+        torch.distributed.init_process_group(
+            backend, store=store, rank=int(os.environ["RANK"]), world_size=world, **group
+        )
     if args.backend != "auto" and world > 1:
         group["backend"] = args.backend
     # CRUCIAL: with broadcast_buffers rank 0's observation statistics would overwrite the others' at every forward.
@@ -221,7 +220,7 @@ def launch(args: Args) -> tuple[Accelerator, torch.distributed.Store | None]:
 
 
 class RunningMoments(nn.Module):
-    """Mean and variance of all that was seen: part of the model, and equal on all ranks because only merged sums enter."""
+    """Mean and variance of all that was seen: part of the model, equal on all ranks as only their joint sums enter."""
 
     def __init__(self, size: int):
         super().__init__()
@@ -275,7 +274,7 @@ class Agent(nn.Module):
             self.actor_logstd = nn.Parameter(torch.full((actions,), args.init_logstd))
 
     def forward(self, obs: TensorDict, action: torch.Tensor | None = None, deterministic: bool = False):
-        """-> action, its log-probability, the entropy, the value. The one door, so that DDP and autocast see every call."""
+        """-> action, log-probability, entropy, value. The only door, so that DDP and autocast see every call."""
         inputs = [moments(obs[k]) for k, moments in self.obs_moments.items()]
         value = self.critic(torch.cat(inputs, -1)).squeeze(-1).float()
         out = self.actor(inputs[0]).float()  # `privileged`, if there is any, is for the critic alone
@@ -331,27 +330,24 @@ def ppo_loss(
     return loss.sum(), logged.detach().sum(1)
 
 
-LOSSES = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac"]
+LOSSES = [f"losses/{k}" for k in ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")]
 
 
 @torch.no_grad()
-def evaluate(
-    agent: nn.Module, env: envs.VecEnv, accelerator: Accelerator, video: Path | None = None
-) -> dict[str, float]:
+def evaluate(agent: nn.Module, env: envs.VecEnv, accelerator: Accelerator, video: Path | None) -> dict[str, float]:
     """One deterministic episode in each eval env of every rank, so that short episodes are not favoured."""
-    obs = env.reset()
-    active = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
+    obs, active = env.reset(), torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     totals = torch.zeros(4, dtype=torch.float64, device=env.device)
-    frames = []
+    frames, step = [], 0
     while active.any():
-        if video:
-            frames.append(env.render(min(4, env.num_envs)))
+        if video and step % math.ceil(env.max_episode_steps / 250) == 0:
+            frames.append(env.render())
         action = agent(obs, deterministic=True)[0]
         obs, _, terminated, truncated, info = env.step(action, active)
         ended = (terminated | truncated) & active
         stats = torch.stack([ended.float(), *(info["episode"][k].float() for k in ("return", "length", "success"))])
         totals += torch.where(ended, stats, 0.0).double().sum(1)
-        active &= ~ended
+        active, step = active & ~ended, step + 1
     if video:
         save_video(frames, video)
     count, *sums = accelerator.gather(totals[None]).sum(0).tolist()
@@ -360,12 +356,22 @@ def evaluate(
 
 
 def save_video(frames: list[torch.Tensor], path: Path) -> None:
-    """Frames of [n, H, W, 3], side by side, as a GIF."""
-    from PIL import Image
-
+    """Frames of [n, H, W, 3], the n side by side, as a GIF."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    frames = [Image.fromarray(torch.cat(list(frame.cpu()), dim=1).numpy()) for frame in frames]
-    frames[0].save(path, save_all=True, append_images=frames[1:], duration=40, loop=0)
+    images = [Image.fromarray(torch.cat(list(frame.cpu()), dim=1).numpy()) for frame in frames]
+    images[0].save(path, save_all=True, append_images=images[1:], duration=40, loop=0)
+
+
+def due(interval: int, before: int, after: int) -> bool:
+    """Whether a multiple of the interval was passed, exactly met or not."""
+    return interval > 0 and after // interval > before // interval
+
+
+def checksum(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """A number that changes with any bit of them, small enough for float64 to hold exactly."""
+    bits = torch.cat([t.detach().reshape(-1).view(torch.int16) for t in tensors]).long()
+    place = torch.arange(1, len(bits) + 1, device=bits.device) % 32749
+    return ((bits * place).sum() % 2**52).double()
 
 
 def digest(path: Path) -> str:
@@ -383,11 +389,9 @@ def write(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def save_checkpoint(
-    folder: Path, accelerator: Accelerator, model: dict, about: dict, trainer: dict, local: dict
-) -> None:
-    """Write `folder` on all ranks together. Killed at any moment, this leaves the checkpoints before it as they were."""
-    part, error = folder.with_name(f".{folder.name}.part"), None
+def save_checkpoint(folder: Path, accelerator: Accelerator, model: dict, about: dict, trainer: dict, local: dict):
+    """Write a checkpoint, all ranks together. Killed at any moment, it leaves those before it as they were."""
+    part, errors = folder.with_name(f".{folder.name}.part"), []
     try:
         part.mkdir(parents=True, exist_ok=True)
         torch.save(local, part / f"rank_{accelerator.process_index}.pt")
@@ -395,12 +399,12 @@ def save_checkpoint(
             model = {k: v.detach().cpu().contiguous() for k, v in model.items()}
             save_file(model, part / "model.safetensors", metadata={"about": json.dumps(about)})
             torch.save(trainer, part / "trainer.pt")
-    except (OSError, RuntimeError) as caught:
-        error = caught
-    # CRUCIAL: every rank comes here, whatever happened to it: the others wait for its word.
-    errors = [e for e in gather_object([str(error) if error else None]) if e]
-    if not errors and accelerator.is_main_process:
-        try:
+    except (OSError, RuntimeError) as error:
+        errors = [str(error)]
+    # CRUCIAL: whatever happened to a rank, it comes here: the others wait for its word.
+    errors = gather_object(errors)
+    try:
+        if accelerator.is_main_process and not errors:
             files = sorted(part.iterdir())
             for file in files:
                 with file.open("rb") as opened:
@@ -409,25 +413,24 @@ def save_checkpoint(
             shutil.rmtree(folder, ignore_errors=True)
             part.rename(folder)
             write(folder.parent / "latest", folder.name)
-        except OSError as caught:
-            errors = [str(caught)]
-    if errors := errors or [e for e in gather_object(errors) if e]:
+    except OSError as error:
+        errors = [str(error)]
+    if errors := gather_object(errors):
         fail(f"cannot save {folder}: {errors[0]}; the checkpoints before it are untouched")
 
 
 def find_checkpoints(path: Path, pointer: str) -> list[Path]:
-    """The checkpoint folders that `path` may mean, the preferred one first."""
+    """The checkpoints that a path may mean: itself, or those of a run, the one its pointer names first, then by age."""
     if (path / "manifest.json").exists():
         return [path]
     folder = path / "checkpoints"
-    found = sorted(folder.glob("step_*"), key=lambda p: p.stat().st_mtime, reverse=True)
-    found.sort(key=lambda p: int(p.name.removeprefix("step_")), reverse=True)
-    named = folder / (folder / pointer).read_text() if (folder / pointer).exists() else None
-    return [p for p in found if p == named] + [p for p in found if p != named]
+    named = (folder / pointer).read_text() if (folder / pointer).exists() else None
+    found = [p for p in folder.glob("step_*") if p.name.removeprefix("step_").isdigit()]
+    return sorted(found, key=lambda p: (p.name == named, int(p.name.removeprefix("step_"))), reverse=True)
 
 
 def load_checkpoint(folder: Path, rank: int) -> tuple[dict, dict, dict, dict | None]:
-    """-> model, about, trainer, and this rank's own state, if one was saved for it. Nothing in the files is executed."""
+    """-> model, about, trainer, and the rank's own state if there is one. Nothing in the files is executed."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         names = ["model.safetensors", "trainer.pt"] + [n for n in [f"rank_{rank}.pt"] if n in manifest]
@@ -436,29 +439,21 @@ def load_checkpoint(folder: Path, rank: int) -> tuple[dict, dict, dict, dict | N
                 raise ValueError(f"{name} is damaged")
         with safe_open(folder / "model.safetensors", "pt") as file:
             model, about = {k: file.get_tensor(k) for k in file.keys()}, json.loads(file.metadata()["about"])
-        loaded = [torch.load(folder / name, map_location="cpu", weights_only=True) for name in names[1:]]
-        return model, about, loaded[0], loaded[1] if len(loaded) > 1 else None
+        trainer, *local = (torch.load(folder / name, map_location="cpu", weights_only=True) for name in names[1:])
+        return model, about, trainer, local[0] if local else None
     except Exception as error:
         raise ValueError(f"{folder} is not a good checkpoint: {str(error).splitlines()[0]}") from error
 
 
-def checksum(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """A number that changes when any bit does, small enough for float64 to hold exactly."""
-    bits = torch.cat([t.detach().reshape(-1).view(torch.int16) for t in tensors]).long()
-    place = torch.arange(1, len(bits) + 1, device=bits.device) % 32749
-    return ((bits * place).sum() % 2**52).double()
-
-
 def load_together(folders: list[Path], accelerator: Accelerator, fall_back: bool):
-    """The first of the checkpoints that every rank finds good: one rank alone may see a bad file."""
+    """The first of the checkpoints that every rank finds good, with its content: one rank alone may see a bad file."""
     for folder in folders:
         try:
-            loaded, error = load_checkpoint(folder, accelerator.process_index), None
-        except ValueError as caught:
-            loaded, error = None, str(caught)
-        errors = [e for e in gather_object([error]) if e]
-        if not errors:
-            return folder, loaded
+            loaded, errors = load_checkpoint(folder, accelerator.process_index), []
+        except ValueError as error:
+            loaded, errors = None, [str(error)]
+        if not (errors := gather_object(errors)):
+            return folder, *loaded
         if not fall_back:
             fail(errors[0])
         accelerator.print(f"{errors[0]}; trying the one before it")
@@ -467,13 +462,36 @@ def load_together(folders: list[Path], accelerator: Accelerator, fall_back: bool
 
 def load_model(agent: nn.Module, folder: Path, model: dict, about: dict, args: Args) -> None:
     for name in ("env_id", "hidden_size", "norm_obs"):  # what gives the networks their shapes and their meaning
-        if about["args"].get(name) != getattr(args, name):
-            fail(f"{folder} was trained with {name} = {about['args'].get(name)}, not {getattr(args, name)}: "
-                 f"set --{name.replace('_', '-')} to match it")  # fmt: skip
+        old, new = about["args"].get(name), getattr(args, name)
+        if old != new:
+            fail(f"{folder} was trained with {name} = {old}, not {new}: set --{name.replace('_', '-')} to match it")
     try:
         agent.load_state_dict(model)
     except RuntimeError as error:
         fail(f"{folder} does not fit this model: {' '.join(str(error).split())}")
+
+
+def open_run(args: Args, accelerator: Accelerator, stem: str):
+    """-> the run's folder, whether it may exist already, and the loaded checkpoint to go on from, if any."""
+    elastic = "TORCHELASTIC_RUN_ID" in os.environ
+    launched = psutil.Process(os.getppid() if elastic else os.getpid()).create_time()  # the same after a restart
+    started = time.strftime("%Y%m%d-%H%M%S", time.localtime(launched))
+    run_dir, folders = Path(args.output_dir) / (args.run_name or f"{stem}__{started}"), []
+    if args.resume == "auto" and not args.run_name:
+        run_dir = max([p.parent for p in Path(args.output_dir).glob(f"{stem}__*/checkpoints")], default=run_dir)
+    elif args.resume and args.resume != "auto":
+        folders = find_checkpoints(Path(args.resume), "latest")[:1]
+        if not folders:
+            fail(f"nothing to resume at {args.resume}: give a run folder or one of its checkpoints/step_* folders")
+        if folders[0].parent.name == "checkpoints":
+            run_dir = folders[0].parent.parent
+    # torchrun starts all ranks anew when one died: then go on with what this very launch has written.
+    mine = (run_dir / "args.json").exists() and (run_dir / "args.json").stat().st_mtime >= launched
+    search = args.resume == "auto" or (elastic and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0 and mine)
+    if search:
+        folders = find_checkpoints(run_dir, "latest")
+    run_dir, folders, search = broadcast_object_list([run_dir, folders, search])  # as rank 0 sees them
+    return run_dir, search or bool(args.resume), load_together(folders, accelerator, fall_back=search)
 
 
 def main(args: Args) -> None:
@@ -482,14 +500,15 @@ def main(args: Args) -> None:
     accelerator, store = launch(args)
     rank, world, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     torch.set_num_threads(args.torch_threads)
-    eval_episodes = args.eval_episodes or (16 if "/" in args.env_id else 512)
+    embedded = "/" not in args.env_id
+    eval_episodes = args.eval_episodes or (512 if embedded else 16)
     if eval_episodes < world:
         fail(f"--eval-episodes {eval_episodes} leaves a process without an episode: give at least {world}")
     first, last = eval_episodes * rank // world, eval_episodes * (rank + 1) // world
-    render = 4 if args.capture_video and rank == 0 else 0
+    render = (4 if embedded else 1) if args.capture_video and rank == 0 else 0
     try:
         eval_env = envs.make(args.env_id, last - first, device=device, seed=EVAL_SEED, first_env=first, render=render)
-        # CRUCIAL: seeded by the global index of each env. With seed + rank, neighbouring ranks would share initial states.
+        # CRUCIAL: seeded by the global index of each env: with seed + rank, ranks would share most initial states.
         env = envs.make(args.env_id, args.num_envs, device=device, seed=args.seed, first_env=rank * args.num_envs)
     except ValueError as error:
         fail(str(error))
@@ -497,128 +516,100 @@ def main(args: Args) -> None:
     agent = Agent(env, args).to(device)
 
     if args.evaluate:
-        found = find_checkpoints(Path(args.checkpoint), "best")[:1]
-        if not found:
+        if not (found := find_checkpoints(Path(args.checkpoint), "best")[:1]):
             fail(f"no checkpoint at {args.checkpoint}: give a run folder or one of its checkpoints/step_* folders")
-        folder, (weights, about, _, _) = load_together(found, accelerator, fall_back=False)
+        folder, weights, about, _, _ = load_together(found, accelerator, fall_back=False)
         load_model(agent, folder, weights, about, args)
         scores = evaluate(agent, eval_env, accelerator, folder / "evaluation.gif" if render else None)
         accelerator.print(f"{folder}: " + ", ".join(f"{k} {v:.4g}" for k, v in scores.items()))
         return
 
-    # ---- The run's folder, and the checkpoint to go on from
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    launcher = psutil.Process(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
-    started = time.strftime(
-        "%Y%m%d-%H%M%S", time.localtime(launcher.create_time())
-    )  # the same after an elastic restart
-    stem = f"{args.env_id.replace('/', '-')}__ppo_ddp__{args.seed}__"
-    run_dir, folders = Path(args.output_dir) / (args.run_name or stem + started), []
-    if args.resume == "auto" and not args.run_name:
-        run_dir = max([p.parent for p in Path(args.output_dir).glob(f"{stem}*/checkpoints")], default=run_dir)
-    elif args.resume and args.resume != "auto":
-        folders = find_checkpoints(Path(args.resume), "latest")[:1]
-        if not folders:
-            fail(f"nothing to resume at {args.resume}: give a run folder or one of its checkpoints/step_* folders")
-        run_dir = folders[0].parent.parent
-    if restarted or args.resume == "auto":
-        folders = find_checkpoints(run_dir, "latest")
-    run_dir, folders = broadcast_object_list([run_dir, folders])  # what rank 0 sees
-    loaded = load_together(folders, accelerator, fall_back=restarted or args.resume == "auto")
+    run_dir, may_exist, loaded = open_run(args, accelerator, f"{args.env_id.replace('/', '-')}__ppo_ddp__{args.seed}")
     if loaded:
-        folder, (weights, about, trainer, local) = loaded
+        folder, weights, about, trainer, local = loaded
         load_model(agent, folder, weights, about, args)
-
     loss_fn = ppo_loss
     if args.compile:
         agent.compile()
         loss_fn = torch.compile(ppo_loss)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    # CRUCIAL: forwards that are trained on go through `model`. `agent`, the same networks without DDP's hooks, would learn
-    # on each rank alone, and no error would tell.
+    # CRUCIAL: what is trained on goes through `model`. `agent`, the same networks without DDP's hooks, would learn on
+    # each rank alone, and no error would tell.
     model, optimizer = accelerator.prepare(agent, optimizer)
-    # Accelerate's wrapper is for fp16's loss scaling; without that, it only searches the disk for a package at every step.
+    # Accelerate's wrapper is there for fp16; without that, all it adds is a search of the disk at every step.
     adam = optimizer if accelerator.scaler else optimizer.optimizer
     next_obs = env.reset()
-    # CRUCIAL: DDP regroups its gradients after its first backward, and with them the order of summation. A backward that
-    # counts for nothing lets a resumed run sum in the same order as one that never stopped.
+    # CRUCIAL: DDP regroups its gradients after its first backward, which changes the order of summation. A backward
+    # that counts for nothing lets a resumed run sum in the same order as one that never stopped.
     accelerator.backward(0.0 * sum(x.sum() for x in model(next_obs)[1:]))
     optimizer.zero_grad()
+    torch.manual_seed(args.seed + 1_000_003 * (rank + 1))  # other actions and minibatches on every rank
 
-    global_step, iteration, steps_trained = 0, 0, 0
-    next_eval, next_save, best = args.eval_interval, args.save_interval, None
+    # ---- Resume
+    global_step, iteration, steps_trained, best = 0, 0, 0, None
     learning_rate, window = args.learning_rate, deque(maxlen=100)  # the newest episodes of all ranks
     running_return = torch.zeros(args.num_envs, device=device)
-    torch.manual_seed(args.seed + 1_000_003 * (rank + 1))  # other actions and minibatches on every rank
     if loaded:
-        optimizer.optimizer.load_state_dict(trainer["optimizer"])
-        global_step, iteration, steps_trained = (trainer[k] for k in ("global_step", "iteration", "steps_trained"))
-        next_eval, next_save, best = (trainer[k] for k in ("next_eval", "next_save", "best"))
-        learning_rate = trainer["learning_rate"]
-        window.extend(trainer["window"])
         accelerator.print(f"resuming {folder}")
-        changed = {
-            k: v for k, v in asdict(args).items() if v != about["args"].get(k) and k not in ("resume", "run_name")
-        }
-        for name, x in changed.items():
-            accelerator.print(f"  --{name.replace('_', '-')} is {x}, was {about['args'].get(name)}")
-        if (
-            trainer["world_size"] == world
-            and args.num_envs == len(local["running_return"])
-            and local["env"] is not None
-        ):
+        for name, new in asdict(args).items():
+            if (old := about["args"].get(name)) != new and name not in ("resume", "run_name", "output_dir"):
+                accelerator.print(f"  --{name.replace('_', '-')} is {new}, was {old}")
+        global_step, iteration, steps_trained = trainer["global_step"], trainer["iteration"], trainer["steps_trained"]
+        best, learning_rate = trainer["best"], trainer["learning_rate"]
+        window.extend(trainer["window"])
+        optimizer.optimizer.load_state_dict(trainer["optimizer"])
+        changed = f"{trainer['world_size']} processes became {world}" if trainer["world_size"] != world else None
+        if not changed and len(local["running_return"]) != args.num_envs:
+            changed = "--num-envs changed"
+        if not changed and local["env"] is None:
+            changed = f"{args.env_id} cannot save its state"
+        if changed:
+            accelerator.print(f"  envs start new episodes, because {changed}: the run goes on, but not bit for bit")
+            next_obs = env.reset(episode=iteration)
+            torch.manual_seed(args.seed + 1_000_003 * (rank + 1) + iteration)
+        else:
             env.load_state_dict(local["env"])
             next_obs = TensorDict(local["next_obs"], [args.num_envs]).to(device)
             running_return = local["running_return"].to(device)
             torch.set_rng_state(local["rng"])
             if device.type == "cuda" and local["cuda_rng"] is not None:
                 torch.cuda.set_rng_state(local["cuda_rng"], device)
-        else:
-            why = (
-                "the number of envs changed"
-                if local and local["env"] is not None
-                else f"{args.env_id} cannot save its state"
-            )
-            why = f"{trainer['world_size']} processes became {world}" if trainer["world_size"] != world else why
-            accelerator.print(f"  envs start new episodes, because {why}: the run goes on, but not bit for bit")
-            next_obs = env.reset(episode=iteration)
-            torch.manual_seed(args.seed + 1_000_003 * (rank + 1) + iteration)
+        if global_step >= args.total_timesteps:
+            accelerator.print(f"nothing to do: {folder} has them all; raise --total-timesteps to train further")
 
-    error = None
-    if accelerator.is_main_process:
-        try:
-            run_dir.mkdir(parents=True, exist_ok=bool(args.resume) or restarted)
+    # ---- The run's folder, trackers and signals
+    errors = []
+    try:
+        if accelerator.is_main_process:
+            run_dir.mkdir(parents=True, exist_ok=may_exist)
             write(run_dir / "args.json", json.dumps(asdict(args), indent=2))
             (run_dir / "preempted").unlink(missing_ok=True)
-            for newer in find_checkpoints(run_dir, "latest"):
-                if int(newer.name.removeprefix("step_")) > global_step:  # damaged, or left behind by going back
-                    newer.rename(newer.with_name(f"abandoned_{newer.name}"))
             for part in run_dir.glob("checkpoints/.*.part"):
                 shutil.rmtree(part)
-        except FileExistsError:
-            error = f"{run_dir} exists already: choose another --run-name, or go on with --resume {run_dir}"
-        except OSError as caught:
-            error = f"cannot write to {run_dir}: {caught.strerror}; choose another --output-dir"
-    if error := broadcast_object_list([error])[0]:
-        fail(error)
-    accelerator.log_with = [
-        TensorBoardTracker(run_dir.name, run_dir.parent, purge_step=global_step + 1 if loaded else None)
-    ]
+            for newer in find_checkpoints(run_dir, "latest"):  # damaged, or left behind by going back
+                if int(newer.name.removeprefix("step_")) > global_step:
+                    newer.rename(newer.with_name(f"abandoned_{newer.name}"))
+    except FileExistsError:
+        errors = [f"{run_dir} exists already: choose another --run-name, or go on with --resume {run_dir}"]
+    except OSError as error:
+        errors = [f"cannot write to {run_dir}: {error.strerror}; choose another --output-dir"]
+    if errors := gather_object(errors):
+        fail(errors[0])
+    trackers = [TensorBoardTracker(run_dir.name, run_dir.parent, purge_step=global_step + 1 if loaded else None)]
     if args.track:
-        settings = {"name": run_dir.name, "id": run_dir.name, "resume": "allow", "dir": str(run_dir)}
-        accelerator.log_with.append(WandBTracker(args.wandb_project, config=asdict(args), **settings))
+        settings = {"name": run_dir.name, "id": run_dir.name, "resume": "allow", "dir": run_dir, "config": asdict(args)}
+        trackers.append(WandBTracker(args.wandb_project, **settings))
+    accelerator.log_with = trackers
     try:
         accelerator.init_trackers(args.wandb_project)
-    except Exception as error:  # wandb has many
-        fail(
-            f"cannot start Weights & Biases ({str(error).splitlines()[0]}): run 'wandb login', or set WANDB_MODE=offline"
-        )
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        fail(f"cannot start Weights & Biases ({reason}): run 'wandb login', or set WANDB_MODE=offline")
     stop_signals: list[float] = []
 
     def on_signal(number, frame):
-        if (
-            number == signal.SIGINT and stop_signals and time.time() - stop_signals[0] > 1.0
-        ):  # torchrun may send it twice
+        # A second Ctrl-C leaves at once; within a second it is torchrun passing the first one on.
+        if number == signal.SIGINT and stop_signals and time.time() - stop_signals[0] > 1.0:
             os._exit(130)
         stop_signals.append(time.time())
 
@@ -626,28 +617,26 @@ def main(args: Args) -> None:
         signal.signal(number, on_signal)
     preempt = args.preempt_fraction < 1.0 and world > 1
     if preempt and store is None:
-        fail("--preempt-fraction needs torchrun, or accelerate launch, with the c10d rendezvous")
+        fail("--preempt-fraction needs the store of a c10d rendezvous: start with torchrun")
     about = {"env_id": args.env_id, "args": asdict(args)}
     versions = {k: version(k) for k in ("torch", "accelerate", "tensordict", "gymnasium")}
     accelerator.print(f"{args.env_id}: {world} x {args.num_envs} envs on {device.type}, writing to {run_dir}")
-    progress = tqdm(total=args.total_timesteps, initial=global_step, unit="step", unit_scale=True, dynamic_ncols=True,
-                    disable=not (accelerator.is_main_process and sys.stderr.isatty()))  # fmt: skip
+    bar = accelerator.is_main_process and sys.stderr.isatty()
+    progress = tqdm(total=args.total_timesteps, initial=global_step, unit="step", unit_scale=True, disable=not bar)
 
-    # ---- Storage: [T, N] of everything, allocated once; the step loop writes into the leaves
+    # ---- Storage: [T, N] of everything, allocated once; the step loop writes into its leaves
     T, N = args.num_steps, args.num_envs
     storage = TensorDict({"obs": {k: torch.zeros(T, *v.shape, dtype=v.dtype) for k, v in next_obs.items()}}, [T, N])
-    storage["action"] = torch.zeros(
-        T, N, *env.single_action_space.shape, dtype=torch.int64 if agent.discrete else torch.float32
-    )
+    dtype = torch.int64 if agent.discrete else torch.float32
+    storage["action"] = torch.zeros(T, N, *env.single_action_space.shape, dtype=dtype)
     storage["terminated"], storage["truncated"] = torch.zeros(2, T, N, dtype=torch.bool)
     storage["logprob"], storage["value"], storage["reward"], storage["final_value"] = torch.zeros(4, T, N)
     storage = storage.to(device)
-    obs_leaves, leaves = list(storage["obs"].items()), dict(storage.items())
+    leaves, obs_leaves = dict(storage.items()), dict(storage["obs"].items())
     episodes = torch.zeros(T, N, 3, device=device)
-    skipped_in_a_row = torch.zeros((), device=device)
-    parameters = list(agent.parameters())
+    parameters, skipped_in_a_row = list(agent.parameters()), torch.zeros((), device=device)
     start_time = last_print = time.time()
-    timed_steps, timed_seconds, stopping = 0, 0.0, False
+    start_iteration, timed_steps, timed_seconds, stopping = iteration, 0, 0.0, False
 
     while global_step < args.total_timesteps and not stopping:
         iteration += 1
@@ -656,21 +645,17 @@ def main(args: Args) -> None:
 
         # ---- Rollout, with the statistics of the observations frozen
         rollout_start = time.perf_counter()
-        env_metrics: dict[str, torch.Tensor] = {}
-        final_obs, final_rows = [], []
+        final_obs, final_rows, env_metrics = [], [], {}
         leaves["final_value"].zero_()
         with torch.no_grad():
             for step in range(T):
                 action, logprob, _, value = agent(next_obs)
-                for name, leaf in obs_leaves:
+                for name, leaf in obs_leaves.items():
                     leaf[step] = next_obs[name]
-                leaves["action"][step], leaves["logprob"][step], leaves["value"][step] = action, logprob, value
                 next_obs, reward, terminated, truncated, info = env.step(action)
-                leaves["reward"][step], leaves["terminated"][step], leaves["truncated"][step] = (
-                    reward,
-                    terminated,
-                    truncated,
-                )
+                row = {"action": action, "logprob": logprob, "value": value, "reward": reward}
+                for name, x in (row | {"terminated": terminated, "truncated": truncated}).items():
+                    leaves[name][step] = x
                 episodes[step] = torch.stack([info["episode"][k].float() for k in ("return", "length", "success")], -1)
                 for name, x in info["metrics"].items():
                     env_metrics[name] = env_metrics.get(name, 0.0) + x.mean()
@@ -682,8 +667,9 @@ def main(args: Args) -> None:
                 elif (rows := valued.nonzero().squeeze(1)).numel():
                     final_obs.append(info["final_obs"][rows])
                     final_rows.append(step * N + rows)
-                # Most ranks are done: end here, with what there is, rather than keep them waiting.
-                if preempt and step + 1 < T and step + 1 >= args.preempt_min * T:
+                # Where most ranks are done, end here with what there is rather than keep them waiting. Reading a
+                # counter in the store is no collective: nobody waits for it.
+                if preempt and args.preempt_min * T <= step + 1 < T:
                     if store.add(f"rollout_{iteration}", 0) >= args.preempt_fraction * world:
                         break
             steps = step + 1
@@ -695,7 +681,10 @@ def main(args: Args) -> None:
 
             # ---- Advantages
             rollout = storage[:steps]
-            rewards, values, done = rollout["reward"], rollout["value"], rollout["terminated"] | rollout["truncated"]
+            obs, rewards, values, final_values = (rollout[k] for k in ("obs", "reward", "value", "final_value"))
+            terminated, truncated = rollout["terminated"], rollout["truncated"]
+            done = terminated | truncated
+            finite = all(x.isfinite().all() for x in (rewards, final_values, next_value, *obs.values()))
             if args.norm_reward:
                 discounted = torch.empty_like(rewards)
                 for step in range(steps):
@@ -703,36 +692,32 @@ def main(args: Args) -> None:
                     running_return = discounted[step] * ~done[step]
                 agent.return_moments.merge(accelerator.gather(agent.return_moments.sums(discounted)[None]).sum(0))
                 rewards = (rewards * (agent.return_moments.var + 1e-8).rsqrt().float()).clamp(-10.0, 10.0)
-            advantages = compute_gae(rewards, values, next_value, rollout["terminated"], rollout["truncated"],
-                                     rollout["final_value"], args.gamma, args.gae_lambda)  # fmt: skip
+            advantages = compute_gae(
+                rewards, values, next_value, terminated, truncated, final_values, args.gamma, args.gae_lambda
+            )
             rollout["advantage"], rollout["return"] = advantages, advantages + values
 
             # ---- The one exchange before the update: counts, flags, moments and the newest episodes of each rank
-            finite = all(
-                rollout[k].isfinite().all()
-                for k in ("reward", "final_value", "value", *(("obs", k) for k, _ in obs_leaves))
-            )
-            ended = done.nonzero()[-window.maxlen :]
             newest = torch.full((window.maxlen, 4), -1.0, dtype=torch.float64, device=device)
-            newest[: len(ended), 0] = ended[:, 0].double()
-            newest[: len(ended), 1:] = episodes[ended[:, 0], ended[:, 1]].double()
+            when, who = done.nonzero()[-window.maxlen :].unbind(1)
+            newest[: len(when)] = torch.cat([when[:, None], episodes[when, who]], 1).double()
             a, r = advantages.double(), rollout["return"].double()
-            sums = torch.stack([a.sum(), a.square().sum(), r.sum(), r.square().sum()])
+            sums = torch.stack([a.sum(), r.sum(), a.square().sum(), r.square().sum()])
             flags = torch.tensor([done.numel(), not finite, bool(stop_signals)], dtype=torch.float64, device=device)
             rollout_seconds = time.perf_counter() - rollout_start
             gathered = accelerator.gather(torch.cat([flags, sums, newest.view(-1)])[None]).cpu()
             wait_seconds = time.perf_counter() - rollout_start - rollout_seconds
-        counts, samples = gathered[:, 0].long(), int(gathered[:, 0].sum())
-        if gathered[:, 1].any():
-            where = ", ".join(str(i) for i in gathered[:, 1].nonzero().view(-1).tolist())
+        counts, broken, stop = gathered[:, :3].long().unbind(1)
+        if broken.any():
+            where = ", ".join(map(str, broken.nonzero().view(-1).tolist()))
             fail(
-                f"NaN or infinity from {args.env_id} on rank {where} in iteration {iteration}: nothing was learned from it"
+                f"NaN or infinity from {args.env_id} on rank {where} in iteration {iteration}: nothing was learned of it"
             )
-        stopping = bool(gathered[:, 2].any())
-        (mean, r_mean), (square, r_square) = (gathered[:, 3:7].sum(0) / samples).view(2, 2).T.tolist()
-        var, r_var = max(square - mean**2, 0.0), r_square - r_mean**2
-        newest = sorted((e for e in gathered[:, 7:].reshape(-1, 4).tolist() if e[0] >= 0), key=lambda e: e[0])
-        window.extend(e[1:] for e in newest)
+        samples, stopping = int(counts.sum()), bool(stop.any())
+        mean, r_mean, square, r_square = (gathered[:, 3:7].sum(0) / samples).tolist()
+        var, r_var = max(square - mean**2, 0.0), max(r_square - r_mean**2, 1e-12)
+        newest = [e for e in gathered[:, 7:].reshape(-1, 4).tolist() if e[0] >= 0]
+        window.extend(e[1:] for e in sorted(newest, key=lambda e: e[0]))
         global_step += samples
         if args.norm_adv:
             rollout["advantage"] = (advantages - mean) / (math.sqrt(var) + 1e-8)
@@ -740,15 +725,15 @@ def main(args: Args) -> None:
         # ---- Update: the same number of minibatches on every rank, whatever it holds; one collective in each, DDP's
         update_start = time.perf_counter()
         batch = rollout.reshape(-1)
-        edges = counts * torch.arange(args.num_minibatches + 1)[:, None] // args.num_minibatches
-        sizes = edges.diff(dim=0).tolist()  # of every minibatch, on every rank
+        sizes = (counts * torch.arange(args.num_minibatches + 1)[:, None] // args.num_minibatches).diff(dim=0).tolist()
         logged = torch.zeros(len(LOSSES), dtype=torch.float64, device=device)
-        norms, skipped, updates = torch.zeros((), device=device), torch.zeros((), device=device), 0
-        for epoch in range(args.update_epochs):
+        norms, skipped, epochs = torch.zeros((), device=device), torch.zeros((), device=device), 0
+        while epochs < args.update_epochs:
+            epochs += 1
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
             shuffled = batch[torch.randperm(len(batch), device=device)]
-            before_epoch = logged.clone()
+            before = logged.clone()
             for mb, on_ranks in zip(shuffled.split([x[rank] for x in sizes]), sizes):
                 # A rank with nothing in this minibatch still runs a row, with weight zero: DDP waits for its gradients.
                 mb, weight = (mb, 1.0) if on_ranks[rank] else (shuffled[:1], 0.0)
@@ -761,19 +746,18 @@ def main(args: Args) -> None:
                 # also when they hold different numbers of them.
                 accelerator.backward(loss * (weight * world / sum(on_ranks)))
                 norm = accelerator.clip_grad_norm_(parameters, args.max_grad_norm)
-                # CRUCIAL: after the all-reduce a NaN is on every rank, and the fused Adam skips its step where this is 1:
-                # on all of them, and without a look at the GPU.
-                bad = (~norm.isfinite()).float()
-                adam.found_inf = bad
+                # CRUCIAL: after the all-reduce a NaN is on every rank, and the fused Adam skips its step where this is
+                # 1: on all of them together, and without a look at the GPU.
+                bad = adam.found_inf = (~norm.isfinite()).float()
                 adam.step()
                 adam.zero_grad()
-                skipped_in_a_row = (skipped_in_a_row + 1.0) * bad
-                skipped, norms, updates = skipped + bad, norms + norm.nan_to_num(0.0, 0.0), updates + 1
-                logged += mb_logged * weight
+                skipped, skipped_in_a_row = skipped + bad, (skipped_in_a_row + 1.0) * bad
+                norms, logged = norms + norm.nan_to_num(0.0, 0.0), logged + mb_logged * weight
             if args.target_kl or args.lr_schedule == "adaptive":
                 # CRUCIAL: the KL of all ranks, so that all of them stop, or change their learning rate, together.
                 kl = (
-                    accelerator.gather((logged - before_epoch)[None]).sum(0)[LOSSES.index("approx_kl")].item() / samples
+                    accelerator.gather((logged - before)[None]).sum(0)[LOSSES.index("losses/approx_kl")].item()
+                    / samples
                 )
                 if args.lr_schedule == "adaptive" and kl > 2.0 * args.desired_kl:
                     learning_rate = max(1e-5, learning_rate / 1.5)
@@ -781,107 +765,87 @@ def main(args: Args) -> None:
                     learning_rate = min(1e-2, learning_rate * 1.5)
                 if args.target_kl and kl > args.target_kl:
                     break
-        steps_trained += samples * (epoch + 1)
+        steps_trained += samples * epochs
         update_seconds = time.perf_counter() - update_start
 
         # ---- Statistics and metrics: merged after the update, else the first ratio would not be 1
-        names = [
-            *LOSSES,
-            "grad_norm",
-            "skipped_updates",
-            "skipped_in_a_row",
-            *sorted(env_metrics),
-            "rollout",
-            "update",
-            "wait",
-        ]
-        mine = [*logged / (epoch + 1), norms / updates, skipped, skipped_in_a_row]
-        mine += [env_metrics[k] / steps for k in sorted(env_metrics)]
-        mine += [torch.tensor(x, device=device) for x in (rollout_seconds, update_seconds, wait_seconds)]
-        check = args.check_interval and iteration % args.check_interval == 0
-        if check:
-            mine.append(checksum([*agent.state_dict().values(), torch.tensor([learning_rate], device=device)]))
-        moments = [(agent.obs_moments[k], v[:steps]) for k, v in obs_leaves if args.norm_obs and k in agent.obs_moments]
+        metrics = dict(zip(LOSSES, logged * world / (samples * epochs)))
+        metrics |= {"losses/grad_norm": norms / (epochs * args.num_minibatches), "losses/skipped_updates": skipped}
+        metrics |= {f"env/{k}": env_metrics[k] / steps for k in sorted(env_metrics)}
+        metrics |= {"time/rollout": rollout_seconds, "time/update": update_seconds, "time/wait": wait_seconds}
+        metrics |= {"skipped_in_a_row": skipped_in_a_row, "checksum": 0.0}
+        if args.check_interval and iteration % args.check_interval == 0:
+            metrics["checksum"] = checksum([*agent.state_dict().values(), torch.tensor([learning_rate], device=device)])
+        moments = [(agent.obs_moments[k], x) for k, x in obs.items() if args.norm_obs and k in agent.obs_moments]
+        mine = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in metrics.values()])
         sums = [moment.sums(x) for moment, x in moments]
-        gathered = accelerator.gather(torch.cat([torch.stack([x.double() for x in mine]), *sums])[None])
-        per_rank, *merged = gathered.split([len(mine), *(len(x) for x in sums)], dim=1)
-        for (moment, _), x in zip(moments, merged):
+        gathered = accelerator.gather(torch.cat([mine, *sums])[None])
+        on_ranks, *gathered = gathered.split([len(x) for x in (mine, *sums)], dim=1)
+        for (moment, _), x in zip(moments, gathered):
             moment.merge(x.sum(0))
-        per_rank = per_rank.cpu()
-        if check and (differ := (per_rank[:, -1] != per_rank[0, -1]).nonzero().view(-1).tolist()):
-            fail(f"weights, learning rate or statistics of rank {', '.join(map(str, differ))} differ from rank 0's "
-                 f"in iteration {iteration}: go on from the last checkpoint with --resume {run_dir}")  # fmt: skip
-        means = dict(zip(names, per_rank.mean(0).tolist()))
-        if means["skipped_in_a_row"] >= MAX_SKIPPED:
-            fail(f"the last {means['skipped_in_a_row']:.0f} updates had NaN or infinite gradients and were skipped: "
+        on_ranks = dict(zip(metrics, on_ranks.T.cpu()))
+        differ = (on_ranks["checksum"] != on_ranks.pop("checksum")[0]).nonzero().view(-1).tolist()
+        if differ:
+            fail(f"weights, learning rate or statistics of rank {', '.join(map(str, differ))} differ from rank 0's in "
+                 f"iteration {iteration}: go on from the last checkpoint with --resume {run_dir}")  # fmt: skip
+        if (in_a_row := int(on_ranks.pop("skipped_in_a_row")[0])) >= MAX_SKIPPED:
+            fail(f"the last {in_a_row} updates had NaN or infinite gradients and were skipped: "
                  f"try a smaller --learning-rate than {args.learning_rate}")  # fmt: skip
-        log = {f"losses/{k}": means[k] * world / samples for k in LOSSES}
-        log |= {f"losses/{k}": means[k] for k in ("grad_norm", "skipped_updates")}
-        log |= {f"env/{k}": means[k] for k in env_metrics} | {
-            f"time/{k}": means[k] for k in ("rollout", "update", "wait")
+        log = {k: x.mean().item() for k, x in on_ranks.items()} | {"losses/explained_variance": 1.0 - var / r_var}
+        log |= {
+            "time/wait_min": on_ranks["time/wait"].min().item(),
+            "time/wait_max": on_ranks["time/wait"].max().item(),
         }
-        waits = per_rank[:, names.index("wait")]
-        log |= {"time/wait_min": waits.min().item(), "time/wait_max": waits.max().item()}
-        log["losses/explained_variance"] = 1.0 - var / r_var if r_var > 0 else math.nan
-        if iteration > 1:  # the first one warms up
+        log |= {"charts/learning_rate": learning_rate, "charts/minibatch_size": samples / args.num_minibatches}
+        log |= {"charts/steps_sampled": global_step, "charts/steps_trained": steps_trained}
+        log |= {"charts/iteration": iteration, "charts/preempted_fraction": 1.0 - samples / (world * T * N)}
+        if iteration > start_iteration + 1:  # the first one warms up
             timed_steps, timed_seconds = timed_steps + samples, timed_seconds + time.perf_counter() - rollout_start
             log["charts/SPS"] = timed_steps / timed_seconds
         if window:
-            keys = ("charts/episodic_return", "charts/episodic_length", "charts/success_rate")
-            log |= {k: x for k, *xs in zip(keys, *window) if not math.isnan(x := sum(xs) / len(window))}
-        log |= {"charts/learning_rate": learning_rate, "charts/minibatch_size": samples / args.num_minibatches}
-        log |= {
-            "charts/steps_sampled": global_step,
-            "charts/steps_trained": steps_trained,
-            "charts/iteration": iteration,
-        }
-        log["charts/preempted_fraction"] = 1.0 - samples / (world * T * N)
+            names = ("charts/episodic_return", "charts/episodic_length", "charts/success_rate")
+            log |= {k: x for k, *xs in zip(names, *window) if not math.isnan(x := sum(xs) / len(xs))}
 
         # ---- Evaluate and save when due
-        finished = global_step >= args.total_timesteps
-        improved = False
-        if (finished and not stopping) or (args.eval_interval and global_step >= next_eval):
+        finished, improved = global_step >= args.total_timesteps, False
+        if (finished and not stopping) or due(args.eval_interval, global_step - samples, global_step):
             eval_start = time.perf_counter()
             video = run_dir / "videos" / f"step_{global_step}.gif" if render else None
-            scores = evaluate(agent, eval_env, accelerator, video)
-            next_eval = (global_step // max(args.eval_interval, 1) + 1) * args.eval_interval
-            score = [scores.get("eval/success_rate", 0.0), scores["eval/episodic_return"]]
+            log |= evaluate(agent, eval_env, accelerator, video)
+            log["time/eval"] = time.perf_counter() - eval_start
+            score = [log.get("eval/success_rate", 0.0), log["eval/episodic_return"]]
             improved = best is None or score > best
             best = score if improved else best
-            log |= scores | {"time/eval": time.perf_counter() - eval_start}
-        if finished or stopping or improved or (args.save_interval and global_step >= next_save):
-            next_save = (global_step // max(args.save_interval, 1) + 1) * args.save_interval
+        if finished or stopping or improved or due(args.save_interval, global_step - samples, global_step):
             trainer = {
-                "optimizer": optimizer.optimizer.state_dict(), "global_step": global_step, "iteration": iteration,
-                "steps_trained": steps_trained, "next_eval": next_eval, "next_save": next_save, "best": best,
-                "learning_rate": learning_rate, "window": list(window), "world_size": world, "versions": versions,
+                "optimizer": optimizer.optimizer.state_dict(), "learning_rate": learning_rate, "best": best,
+                "global_step": global_step, "iteration": iteration, "steps_trained": steps_trained,
+                "window": list(window), "world_size": world, "versions": versions,
             }  # fmt: skip
-            local = {"env": env.state_dict(), "next_obs": dict(next_obs.items()), "running_return": running_return}
-            local["rng"] = torch.get_rng_state()
-            local["cuda_rng"] = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+            cuda_rng = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+            local = {
+                "env": env.state_dict(), "next_obs": dict(next_obs.items()), "running_return": running_return,
+                "rng": torch.get_rng_state(), "cuda_rng": cuda_rng,
+            }  # fmt: skip
             folder = run_dir / "checkpoints" / f"step_{global_step}"
             save_checkpoint(folder, accelerator, agent.state_dict(), about, trainer, local)
             if accelerator.is_main_process:
                 if improved:
                     write(folder.parent / "best", folder.name)
                 for old in find_checkpoints(run_dir, "best")[1 + args.keep_checkpoints :]:
-                    shutil.rmtree(old)
+                    shutil.rmtree(old, ignore_errors=True)
 
         # ---- Log
         accelerator.log(log, step=global_step)
+        formats = {
+            "charts/SPS": "SPS {:.0f}",
+            "charts/episodic_return": "return {:.2f}",
+            "charts/success_rate": "success {:.2f}",
+        }
+        shown = "  ".join(text.format(log[k]) for k, text in formats.items() if k in log)
         progress.update(global_step - progress.n)
-        shown = [
-            ("SPS", "charts/SPS", ".0f"),
-            ("return", "charts/episodic_return", ".2f"),
-            ("success", "charts/success_rate", ".2f"),
-        ]
-        shown = "  ".join(f"{name} {log[key]:{form}}" for name, key, form in shown if key in log)
         progress.set_postfix_str(shown, refresh=False)
-        if (
-            accelerator.is_main_process
-            and progress.disable
-            and (finished or iteration == 1 or time.time() - last_print > 5)
-        ):
+        if accelerator.is_main_process and not bar and (finished or iteration == 1 or time.time() > last_print + 5):
             last_print = time.time()
             print(f"step {global_step}/{args.total_timesteps}  {shown}", flush=True)
 
@@ -890,17 +854,18 @@ def main(args: Args) -> None:
     if accelerator.is_main_process and stopping:
         write(run_dir / "preempted", folder.name)
         print(f"stopped by a signal, saved {folder}: go on with --resume {run_dir}")
-    elif accelerator.is_main_process:
+    elif accelerator.is_main_process and iteration > start_iteration:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
         summary = log | {
-            "global_step": global_step, "wall_seconds": time.time() - start_time, "world_size": world, "versions": versions,
-            "commit": commit.stdout.strip(), "command": " ".join(sys.argv), "env_id": args.env_id, "seed": args.seed,
+            "global_step": global_step, "wall_seconds": time.time() - start_time, "world_size": world,
+            "env_id": args.env_id, "seed": args.seed, "command": " ".join(sys.argv), "commit": commit.stdout.strip(),
+            "versions": versions,
         }  # fmt: skip
         write(run_dir / "summary.json", json.dumps(summary, indent=2))
         print(", ".join(f"{k} {v:.4g}" for k, v in log.items() if k.startswith("eval/")) + f"  -> {run_dir}")
     env.close()
     eval_env.close()
-    # CRUCIAL: DDP must not be the last to hold the process group, whose end it would wait for with Python's lock in hand.
+    # CRUCIAL: DDP must not be the last to hold the process group: it would wait for its end with Python's lock in hand.
     del model, optimizer, adam
     accelerator.free_memory()
     accelerator.end_training()

@@ -8,12 +8,12 @@
 
 - `obs` is a TensorDict of batch size [N]: `state` [N, d]; where the env has them also `rgb` uint8 [N, H, W, 3],
   `instruction` [N] (an index into `env.instructions`) and `privileged` [N, k] (only the critic may see it).
-- `reward` is float32 [N], `terminated` and `truncated` are bool [N]. Failure and success terminate; only the clock truncates.
+- `reward` float32 [N], `terminated` and `truncated` bool [N]. Success and failure terminate; the clock truncates.
 - Autoreset happens in the same step: where `terminated | truncated`, `obs` is already the first one of the next
   episode, and `info["final_obs"]` (full batch, valid at those rows) is the last one of the old episode. It is None
   if the simulator does not give it.
-- `info["episode"]` holds `return`, `length` and `success` of [N], raw, valid where an episode ended; `success` is NaN if
-  the env does not know success. `info["metrics"]` holds further [N] tensors, if the env has any.
+- `info["episode"]` holds `return`, `length` and `success` of [N], raw, valid where an episode ended; `success` is NaN
+  if the env does not know it. `info["metrics"]` holds further [N] tensors, always under the same names.
 - Randomness belongs to the global env index: env `first_env + i` starts the same episodes whatever the number of
   processes; two envs with the same `index // group_size` start them in the same state.
 - The action goes in as sampled: clipping it to the space is the env's business.
@@ -46,8 +46,8 @@ class VecEnv:
         """One step. A row that is not `active` stays as it is, with reward 0."""
         raise NotImplementedError
 
-    def render(self, count: int) -> torch.Tensor:
-        """The first `count` envs as uint8 [count, H, W, 3]."""
+    def render(self) -> torch.Tensor:
+        """The first `render` envs (an option of make) as uint8 [render, H, W, 3]."""
         raise NotImplementedError(f"{type(self).__name__} cannot draw itself")
 
     def state_dict(self) -> dict | None:

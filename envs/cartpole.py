@@ -42,7 +42,8 @@ class Env(EmbeddedEnv):
         x, x_dot, angle, angle_dot = state["q"].unbind(1)
         return {"state": torch.stack([x, x_dot, angle.sin(), angle.cos(), angle_dot], 1)}
 
-    def render(self, count):
+    def render(self):
+        count = self.render_rows
         x, _, angle, _ = self._state["q"][:count, :, None, None].unbind(1)
         points = pixels(128, -RAIL - 0.1, RAIL + 0.1, self.device).expand(count, -1, -1, -1)
         image = torch.full((count, 128, 128, 3), 0.92, device=self.device)

@@ -28,7 +28,7 @@ class EmbeddedEnv(VecEnv):
     start: list[tuple[float, float]]  # centre and width of each uniform draw that makes an initial state
 
     def __init__(self, num_envs, *, device, seed, first_env, group_size, max_episode_steps=None, render=0):
-        self.num_envs, self.device = num_envs, torch.device(device)
+        self.num_envs, self.device, self.render_rows = num_envs, torch.device(device), min(render, num_envs)
         self.max_episode_steps = max_episode_steps or self.max_episode_steps
         index = torch.arange(first_env, first_env + num_envs, device=self.device) // group_size
         self._key = mix64(torch.tensor(seed, device=self.device)) + mix64((index + 1) * GROUP)

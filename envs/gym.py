@@ -34,13 +34,15 @@ def mujoco_arrays(env) -> list[np.ndarray]:
 
     state = np.zeros(mujoco.mj_stateSize(env.model, mujoco.mjtState.mjSTATE_INTEGRATION))
     mujoco.mj_getState(env.model, env.data, state, mujoco.mjtState.mjSTATE_INTEGRATION)
-    derived = "xpos xquat xmat xipos ximat geom_xpos site_xpos subtree_com cinert cvel cfrc_ext qfrc_actuator sensordata"
+    derived = (
+        "xpos xquat xmat xipos ximat geom_xpos site_xpos subtree_com cinert cvel cfrc_ext qfrc_actuator sensordata"
+    )
     return [state, *(getattr(env.data, name) for name in derived.split())]
 
 
 class Env(VecEnv):
     def __init__(self, name, num_envs, *, device, seed, first_env, group_size, max_episode_steps=None, render=0):
-        self.num_envs, self.device = num_envs, torch.device(device)
+        self.num_envs, self.device, self.render_rows = num_envs, torch.device(device), min(render, num_envs)
         self._key = [(seed, (first_env + i) // group_size) for i in range(num_envs)]
         options = {"max_episode_steps": max_episode_steps} if max_episode_steps else {}
         if render and sys.platform == "linux" and "DISPLAY" not in os.environ:
@@ -77,6 +79,12 @@ class Env(VecEnv):
         self._metrics: dict[str, np.ndarray] = {}
         self._pool = None
         self._choose_pool()
+        if render:
+            self.reset()
+            try:
+                self.render()
+            except Exception as error:  # now, and not at the end of a long run
+                raise ValueError(f"gym/{name} cannot be drawn on this machine ({error}): try MUJOCO_GL=egl") from error
 
     def _reset(self, i: int) -> None:
         seed = np.random.SeedSequence([abs(k) for k in (*self._key[i], int(self._episode[i]))]).generate_state(1)
@@ -165,8 +173,10 @@ class Env(VecEnv):
         tensors = [self._tensor(x) for x in (self._reward, self._terminated, self._truncated)]
         return self._tensordict(self._obs), *tensors, info
 
-    def render(self, count: int) -> torch.Tensor:
-        return torch.from_numpy(np.stack([env.render() for env in self._envs[:count]]))
+    def render(self) -> torch.Tensor:
+        images = np.stack([env.render() for env in self._envs[: self.render_rows]])
+        stride = max(1, images.shape[1] // 160)  # small enough for a GIF
+        return torch.from_numpy(images[:, ::stride, ::stride].copy())
 
     def _mujoco(self) -> list | None:
         """The simulators, if they are Gymnasium's own MuJoCo envs: these keep nothing that MjData does not hold."""

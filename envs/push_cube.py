@@ -2,8 +2,8 @@
 
 The effector is a disc that follows a velocity command. The cube is a square that slides and turns with heavy damping:
 where the disc enters it, the overlap is pushed out along the contact normal, shared between sliding and turning as a
-quasi-static pusher does. The episode ends in success when the cube's centre is within 0.1 m of the goal, in failure when
-the cube leaves the table, and by the clock after 100 steps of 0.04 s.
+quasi-static pusher does. The episode ends in success when the cube's centre is within 0.1 m of the goal, in failure
+when the cube leaves the table, and by the clock after 100 steps of 0.04 s.
 
 The reward is progress, 10 * (distance before - distance after), plus 10 for success, a little for being near the point
 behind the cube and a small price on jerk. A Gaussian of the distance in place of progress pays more for waiting beside
@@ -83,7 +83,8 @@ class Env(EmbeddedEnv):
         parts = [effector, cube, goal, cube - effector, goal - cube, turn.cos(), turn.sin()]
         return {"state": torch.cat([*parts, state["velocity"], state["action"]], 1)}
 
-    def render(self, count):
+    def render(self):
+        count = self.render_rows
         state = {k: v[:count, None, None] for k, v in self._state.items()}
         points = pixels(128, -TABLE, TABLE, self.device)
         image = torch.full((count, 128, 128, 3), 0.92, device=self.device)

@@ -125,8 +125,8 @@ def test_loss_at_the_old_policy():
     advantage, returns, value, entropy = torch.randn(4, 8)
     loss, logged = ppo_loss(logprob, entropy, value, logprob.detach(), advantage, returns, value, 0.2, 0.1, 0.5, False)
     logged = dict(zip(LOSSES, logged.tolist()))
-    assert logged["approx_kl"] == logged["old_approx_kl"] == logged["clipfrac"] == 0
-    assert logged["policy_loss"] == pytest.approx(-advantage.sum().item(), abs=1e-5)
+    assert logged["losses/approx_kl"] == logged["losses/old_approx_kl"] == logged["losses/clipfrac"] == 0
+    assert logged["losses/policy_loss"] == pytest.approx(-advantage.sum().item(), abs=1e-5)
     expected = -advantage.sum() - 0.1 * entropy.sum() + 0.25 * (value - returns).square().sum()
     torch.testing.assert_close(loss, expected)
     (gradient,) = torch.autograd.grad(loss, logprob)
@@ -140,7 +140,7 @@ def test_loss_clips():
     loss, logged = ppo_loss(new, zero, zero, zero, advantage, zero, zero, 0.2, 0.0, 0.5, False)
     (gradient,) = torch.autograd.grad(loss, new)
     assert gradient.ne(0).tolist() == [False, True, True, False]  # only what would go on away from 1 is held
-    assert logged[LOSSES.index("clipfrac")] == 4
+    assert logged[LOSSES.index("losses/clipfrac")] == 4
     value, old, target = torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([1.0])
     one = torch.ones(1)
     clipped, _ = ppo_loss(0 * one, 0 * one, value, 0 * one, 0 * one, target, old, 0.2, 0.0, 1.0, True)
@@ -173,7 +173,7 @@ class CountingEnv(envs.VecEnv):
 
 def test_evaluation_counts_one_episode_of_each_env():
     env = CountingEnv(10)
-    scores = evaluate(Agent(env, Args()), env, Accelerator(cpu=True))
+    scores = evaluate(Agent(env, Args()), env, Accelerator(cpu=True), None)
     assert scores["eval/episodes"] == 10
     assert scores["eval/episodic_return"] == scores["eval/episodic_length"] == pytest.approx(5.5)
     assert scores["eval/success_rate"] == pytest.approx(0.5)
@@ -182,7 +182,7 @@ def test_evaluation_counts_one_episode_of_each_env():
 
 def test_evaluation_leaves_out_success_where_the_env_does_not_know_it():
     env = envs.make("gym/CartPole-v1", 3)
-    scores = evaluate(Agent(env, Args()), env, Accelerator(cpu=True))
+    scores = evaluate(Agent(env, Args()), env, Accelerator(cpu=True), None)
     assert set(scores) == {"eval/episodic_return", "eval/episodic_length", "eval/episodes"}
 
 

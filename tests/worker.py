@@ -24,6 +24,7 @@ record = {"updates": 0, "batches": [], "gradients": []}
 agents = []
 
 init, forward = script.Agent.__init__, script.Agent.forward
+save = torch.save
 loss_name = next(k for k in ("ppo_loss", "grpo_loss") if hasattr(script, k))
 loss_fn, step = getattr(script, loss_name), torch.optim.Adam.step
 
@@ -46,7 +47,7 @@ def recording_loss(*inputs):
         record["batches"][-1]["inputs"] = [x.detach().clone() if torch.is_tensor(x) else x for x in inputs]
     if case == "kl":
         logged = logged + 0
-        logged[script.LOSSES.index("approx_kl")] = 1e3 if rank == 1 else 0.0
+        logged[script.LOSSES.index("losses/approx_kl")] = 1e3 if rank == 1 else 0.0
     if case == "nan" and rank == 1 and record["updates"] == 1:
         loss = loss * float("nan")
     return loss, logged
@@ -108,20 +109,24 @@ def recording_make(*a, **k):
 
 
 script.envs.make = recording_make
-if case == "disk":
-    save, saves = torch.save, []
+if case in ("disk_of_rank_1", "manifest_of_rank_0"):
+    failing = "torch.save" if case == "disk_of_rank_1" else "digest"
+    real, calls = (torch.save if failing == "torch.save" else script.digest), []
 
-    def full_disk(content, path):
-        saves.append(path)
-        if rank == 1 and len(saves) == 3:
+    def full_disk(*a):
+        calls.append(a)
+        if case.endswith(str(rank)) and len(calls) > (2 if failing == "torch.save" else 2 * 4):
             raise OSError(28, "No space left on device")
-        save(content, path)
+        return real(*a)
 
-    script.torch.save = full_disk
+    if failing == "digest":
+        script.digest = full_disk
+    else:
+        torch.save = full_disk
 try:
     script.main(args)
 finally:
     record["final"] = {k: v.clone() for k, v in agents[0].state_dict().items()}
     Path(output).mkdir(parents=True, exist_ok=True)
-    torch.save = save if case == "disk" else torch.save
+    torch.save = save
     torch.save(record, f"{output}/record_{rank}.pt")
