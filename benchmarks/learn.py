@@ -1,0 +1,108 @@
+"""Learning runs over several seeds, and the curves and tables in the docs made from them.
+
+    python benchmarks/learn.py run pushcube pushcube_2ranks     # seconds to minutes each; results/NAME.json
+    python benchmarks/learn.py run hopper                       # about fifteen minutes a seed
+    python benchmarks/learn.py plot                             # docs/images/NAME.png (needs: pip install matplotlib)
+    python benchmarks/learn.py table                            # the table, in Markdown
+"""
+
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+TWO = "torchrun --standalone --nproc_per_node 2"
+HOPPER = (
+    "--env-id gym/Hopper-v5 --num-envs 8 --num-steps 256 --num-minibatches 32 --update-epochs 10 --learning-rate 3e-4 "
+    "--gamma 0.99 --clip-vloss --norm-reward --init-logstd 0 --total-timesteps 1000000"
+)
+# name: command, seeds, what is plotted
+RUNS = {
+    "pushcube": ("python ppo_ddp.py --eval-interval 25000", 5, "eval/success_rate"),
+    "pushcube_2ranks": (f"{TWO} ppo_ddp.py --eval-interval 25000", 5, "eval/success_rate"),
+    "pushcube_long": ("python ppo_ddp.py --total-timesteps 2500000 --eval-interval 125000", 5, "eval/success_rate"),
+    "pushcube_long_2ranks": (
+        f"{TWO} ppo_ddp.py --total-timesteps 2500000 --eval-interval 125000",
+        1,
+        "eval/success_rate",
+    ),
+    "cartpole": ("python ppo_ddp.py --env-id CartPole --eval-interval 25000", 5, "eval/success_rate"),
+    "cartpole_2ranks": (f"{TWO} ppo_ddp.py --env-id CartPole --eval-interval 25000", 5, "eval/success_rate"),
+    "hopper": (f"python ppo_ddp.py {HOPPER} --eval-interval 50000", 3, "eval/episodic_return"),
+}
+
+
+def curve(run_dir: Path, key: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0})
+    events.Reload()
+    return [(e.step, e.value) for e in events.Scalars(key)]
+
+
+def run(name: str) -> None:
+    command, seeds, key = RUNS[name]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    result = {"command": command, "commit": commit.stdout.strip(), "machine": f"2 cores, {platform.machine()}", "seeds": {}}
+    for seed in range(1, seeds + 1):
+        with tempfile.TemporaryDirectory() as folder:
+            options = ["--seed", str(seed), "--output-dir", folder, "--run-name", "run"]
+            words = [sys.executable if word == "python" else word for word in command.split()]
+            subprocess.run([*words, *options], cwd=ROOT, check=True)
+            summary = json.loads((Path(folder) / "run" / "summary.json").read_text())
+            kept = {k: v for k, v in summary.items() if k.startswith("eval/") or k in ("charts/SPS", "wall_seconds")}
+            result["seeds"][seed] = kept | {
+                "global_step": summary["global_step"],
+                "charts/episodic_return": summary["charts/episodic_return"],
+                "curve": curve(Path(folder) / "run", key),
+            }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1))
+
+
+def table() -> None:
+    print("| run | seeds | steps | success | return | seconds | steps/s |\n|---|---|---|---|---|---|---|")
+    for name in RUNS:
+        if not (RESULTS / f"{name}.json").exists():
+            continue
+        seeds = list(json.loads((RESULTS / f"{name}.json").read_text())["seeds"].values())
+
+        def cell(key, form):
+            values = [s[key] for s in seeds if key in s]
+            return f"{min(values):{form}} – {max(values):{form}}" if values else ""
+
+        cells = [cell("eval/success_rate", ".3f"), cell("eval/episodic_return", ".1f")]
+        cells += [cell("wall_seconds", ".0f"), cell("charts/SPS", ".0f")]
+        print(f"| `{name}` | {len(seeds)} | {seeds[0]['global_step']:,} | " + " | ".join(cells) + " |")
+
+
+def plot() -> None:
+    import matplotlib.pyplot as plt
+
+    for name, (_, _, key) in RUNS.items():
+        if not (RESULTS / f"{name}.json").exists():
+            continue
+        result = json.loads((RESULTS / f"{name}.json").read_text())
+        figure, axes = plt.subplots(figsize=(5, 3))
+        for seed, data in result["seeds"].items():
+            steps, values = zip(*data["curve"])
+            axes.plot(steps, values, label=f"seed {seed}", linewidth=1.2)
+        axes.set(xlabel="env steps", ylabel=key, title=name)
+        if key == "eval/success_rate":
+            axes.axhline(0.95, color="grey", linewidth=0.8, linestyle=":")
+            axes.set_ylim(-0.02, 1.02)
+        axes.legend(fontsize=7, frameon=False)
+        figure.tight_layout()
+        figure.savefig(ROOT / "docs" / "images" / f"{name}.png", dpi=110)
+        plt.close(figure)
+
+
+if __name__ == "__main__":
+    actions = {"run": lambda: [run(name) for name in sys.argv[2:]], "table": table, "plot": plot}
+    if len(sys.argv) < 2 or sys.argv[1] not in actions or (sys.argv[1] == "run" and not set(sys.argv[2:]) <= set(RUNS)):
+        sys.exit(f"usage: python benchmarks/learn.py run NAME... | table | plot   with NAME one of {', '.join(RUNS)}")
+    actions[sys.argv[1]]()
