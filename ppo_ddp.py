@@ -603,6 +603,8 @@ def main(args: Args) -> None:
     try:
         accelerator.init_trackers(args.wandb_project)
     except Exception as error:
+        if not may_exist:
+            shutil.rmtree(run_dir)
         reason = str(error).splitlines()[0]
         fail(f"cannot start Weights & Biases ({reason}): run 'wandb login', or set WANDB_MODE=offline")
     stop_signals: list[float] = []

@@ -1,9 +1,9 @@
 """Learning runs over several seeds, and the curves and tables in the docs made from them.
 
-    python benchmarks/learn.py run pushcube pushcube_2ranks     # seconds to minutes each; results/NAME.json
-    python benchmarks/learn.py run hopper                       # about fifteen minutes a seed
-    python benchmarks/learn.py plot                             # docs/images/NAME.png (needs: pip install matplotlib)
-    python benchmarks/learn.py table                            # the table, in Markdown
+python benchmarks/learn.py run pushcube pushcube_2ranks     # seconds to minutes each; results/NAME.json
+python benchmarks/learn.py run hopper                       # about fifteen minutes a seed
+python benchmarks/learn.py plot                             # docs/images/NAME.png (needs: pip install matplotlib)
+python benchmarks/learn.py table                            # the table, in Markdown
 """
 
 import json
@@ -47,7 +47,12 @@ def curve(run_dir: Path, key: str) -> list[tuple[int, float]]:
 def run(name: str) -> None:
     command, seeds, key = RUNS[name]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    result = {"command": command, "commit": commit.stdout.strip(), "machine": f"2 cores, {platform.machine()}", "seeds": {}}
+    result = {
+        "command": command,
+        "commit": commit.stdout.strip(),
+        "machine": f"2 cores, {platform.machine()}",
+        "seeds": {},
+    }
     for seed in range(1, seeds + 1):
         with tempfile.TemporaryDirectory() as folder:
             options = ["--seed", str(seed), "--output-dir", folder, "--run-name", "run"]

@@ -1,0 +1,213 @@
+"""What users type: every command of the README and the docs, wrong input, and the config files."""
+
+import json
+import os
+import re
+import shlex
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT, Process, run, script
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+QUICK = "--total-timesteps 4096 --num-envs 8 --num-steps 32 --eval-episodes 4".split()
+
+
+def commands() -> list[str]:
+    """The lines of the bash blocks."""
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                if line := re.sub(r"\s+#\s.*", "", line).strip():
+                    found.append(line)
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def check(line: str, tmp_path: Path) -> None:
+    """Run a documented command, shortened by options at its end."""
+    words = shlex.split(line)
+    extra = {}
+    while "=" in words[0]:
+        name, value = words.pop(0).split("=")
+        extra[name] = value
+    words = [str(tmp_path / w) if w.startswith("runs/") else w for w in words]
+    if words[0] == "tensorboard":
+        process = Process([*words, "--port", free_port()])
+        while "http://" not in (text := process.stdout.readline()):
+            assert text, "tensorboard ended"
+        process.kill_all()
+        process.communicate()
+        return
+    if "benchmarks/learn.py" in words or "--help" in words:
+        run(*words, **extra)
+        return
+    if "--evaluate" not in words:
+        words += [*QUICK, "--output-dir", str(tmp_path / "runs")]
+    else:
+        words += ["--eval-episodes", "4"]
+    if "HOST" in line:  # both nodes on this machine, with one process each
+        port = free_port()
+        words = [w.replace("HOST:29400", f"127.0.0.1:{port}").replace("HOST", "127.0.0.1") for w in words]
+        nodes = []
+        for node in (0, 1):
+            mine = list(words)
+            for option, value in {"--nproc_per_node": 1, "--machine_rank": node, "--num_processes": 2}.items():
+                if option in mine:
+                    mine[mine.index(option) + 1] = str(value)
+            if mine[0] == "accelerate":
+                mine[2:2] = ["--num_processes", "2", "--main_process_port", str(port)]
+            nodes.append(Process(mine, **extra))
+        results = [node.finish() for node in nodes]
+        assert [code for code, _ in results] == [0, 0], results
+    else:
+        run(*words, **extra)
+
+
+def test_every_documented_command_runs(tmp_path):
+    done = set()
+    for line in commands():
+        if line in done or line.startswith("pip install"):  # .ci/run runs the README's own
+            continue
+        done.add(line)
+        shorter = [w for w in ("hopper", "pushcube", "matplotlib", " plot") if w in line]
+        if "benchmarks/" in line and shorter:
+            assert Path(ROOT / line.split()[1]).exists()
+            continue
+        check(line, tmp_path)
+    assert len(done) > 10
+    summaries = list((tmp_path / "runs").glob("*/summary.json"))
+    assert len(summaries) >= 6 and list((tmp_path / "runs").glob("*/videos/*.gif"))
+    assert any((tmp_path / "runs").glob("*/wandb/offline-run-*"))
+
+
+def test_the_help_of_a_script_reads_well():
+    text = run(*script("ppo_ddp.py"), "--help")
+    for words in ("--num-envs INT", "parallel envs of each process", "--lr-schedule {constant,linear,adaptive}"):
+        assert words in text
+    assert "batch-size" not in text  # a derived value is no option
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_config_files_load(file):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(file))
+    assert config.num_processes >= 8 and str(config.distributed_type).endswith("MULTI_GPU")
+    assert config.num_machines == (2 if "two_nodes" in file.name else 1)
+    assert config.mixed_precision == ("bf16" if "bf16" in file.name else "no")
+    assert yaml.safe_load(file.read_text())["compute_environment"] == "LOCAL_MACHINE"
+
+
+BAD = {
+    "--env-id nonsense": "unknown env id 'nonsense': give one of CartPole, PushCube",
+    "--env-id gym/Nonsense-v5": "Nonsense",
+    "--num-envs 0": "--num-envs must be greater than 0, not 0",
+    "--num-steps -3": "--num-steps must be greater than 0, not -3",
+    "--total-timesteps 0": "--total-timesteps must be greater than 0",
+    "--learning-rate 0": "--learning-rate must be greater than 0",
+    "--learning-rate nan": "--learning-rate must be greater than 0, not nan",
+    "--gamma 1.5": "--gamma must be between 0 and 1, not 1.5",
+    "--eval-interval -1": "--eval-interval must be 0 or more",
+    "--num-minibatches 7": "= 4096 samples do not divide into --num-minibatches 7",
+    "--seed -1": "--seed must be between 0 and",
+    "--evaluate": "--evaluate goes with --checkpoint PATH",
+    "--evaluate --checkpoint nowhere": "no checkpoint at nowhere",
+    "--resume nowhere": "nothing to resume at nowhere",
+    "--run-name a/b": "--run-name must be a plain name, not 'a/b'",
+    "--backend nccl": "use gloo or auto",
+    "--backend mpi": "built with MPI",
+    "--mixed-precision fp16": "needs a GPU: use bf16 or no",
+    "--eval-episodes 0 --num-envs -1": "--num-envs must be greater than 0",
+}
+
+
+@pytest.mark.parametrize("options", BAD)
+def test_wrong_input_is_answered_in_one_line(options, tmp_path):
+    """With the value and what to do, before anything is written."""
+    import tyro
+
+    import ppo_ddp
+
+    with pytest.raises(SystemExit) as stopped:
+        ppo_ddp.main(tyro.cli(ppo_ddp.Args, args=[*options.split(), "--output-dir", str(tmp_path / "runs")]))
+    assert BAD[options] in stopped.value.code and "\n" not in stopped.value.code
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_unknown_option_is_refused():
+    text = run(*script("ppo_ddp.py"), "--num-env", "3", ok=False)
+    assert "--num-envs" in text and "Traceback" not in text
+
+
+def test_a_checkpoint_of_another_env_is_refused(tmp_path):
+    import tyro
+
+    import ppo_ddp
+
+    where = ["--output-dir", str(tmp_path), "--run-name", "a"]
+    ppo_ddp.main(tyro.cli(ppo_ddp.Args, args=[*QUICK, "--env-id", "CartPole", *where]))
+    with pytest.raises(SystemExit, match="was trained with env_id = CartPole, not PushCube: set --env-id to match it"):
+        ppo_ddp.main(tyro.cli(ppo_ddp.Args, args=["--evaluate", "--checkpoint", str(tmp_path / "a")]))
+
+
+def test_no_permission_to_write(tmp_path):
+    """A file where the folder should be, and a folder that may not be written to."""
+    (tmp_path / "file").write_text("")
+    text = run(*script("ppo_ddp.py"), *QUICK, "--output-dir", tmp_path / "file", ok=False)
+    assert f"cannot write to {tmp_path}/file" in text and "choose another --output-dir" in text
+    assert "Traceback" not in text
+    if os.geteuid():  # root may write anywhere
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "folder").chmod(stat.S_IRUSR | stat.S_IXUSR)
+        assert "Permission denied" in run(*script("ppo_ddp.py"), "--output-dir", tmp_path / "folder", ok=False)
+
+
+def test_wandb_offline_and_summary(tmp_path):
+    run(*script("ppo_ddp.py"), *QUICK, "--output-dir", tmp_path, "--run-name", "a", "--track", "--capture-video")
+    assert list((tmp_path / "a" / "wandb").glob("offline-run-*")) and list((tmp_path / "a").glob("events.*"))
+    assert (tmp_path / "a" / "videos" / "step_4096.gif").read_bytes()[:4] == b"GIF8"
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    for key in ("eval/success_rate", "eval/episodic_return", "charts/SPS", "charts/episodic_return", "env/distance"):
+        assert isinstance(summary[key], float), key
+    for key in (
+        "time/rollout",
+        "time/update",
+        "time/wait",
+        "time/eval",
+        "losses/approx_kl",
+        "losses/explained_variance",
+    ):
+        assert isinstance(summary[key], float), key
+    assert summary["global_step"] == 4096 and summary["world_size"] == 1 and summary["versions"]["torch"]
+
+
+def test_bf16_and_compile_run(tmp_path):
+    text = run(*script("ppo_ddp.py"), *QUICK, "--mixed-precision", "bf16", "--output-dir", tmp_path, "--run-name", "a")
+    assert "eval/success_rate" in text
+    text = run(*script("ppo_ddp.py"), *QUICK, "--compile", "--output-dir", tmp_path, "--run-name", "b", timeout=170)
+    assert "eval/success_rate" in text
+
+
+def test_inverted_pendulum_is_learned(tmp_path):
+    """Real MuJoCo: the pole stands for all of the 1000 steps, in every one of 16 episodes."""
+    options = "--env-id gym/InvertedPendulum-v5 --num-envs 8 --num-steps 128 --gamma 0.99 --total-timesteps 60000"
+    run(*script("ppo_ddp.py"), *options.split(), "--output-dir", tmp_path, "--run-name", "a")
+    assert json.loads((tmp_path / "a" / "summary.json").read_text())["eval/episodic_return"] == 1000
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_push_cube_is_learned(tmp_path, nproc):
+    """The default run. The five seeds, and five times as many steps, are in benchmarks/results."""
+    run(*script("ppo_ddp.py", nproc), "--output-dir", tmp_path, "--run-name", "a", timeout=170)
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert summary["eval/success_rate"] >= 0.95 and summary["eval/episodes"] == 512
