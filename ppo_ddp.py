@@ -185,9 +185,7 @@ def launch(args: Args) -> tuple[Accelerator, torch.distributed.Store | None]:
     world = max(int(os.environ.get(name, 1)) for name in names)
     advice = f"start several with 'torchrun --standalone --nproc_per_node {max(world, 2)} {sys.argv[0]}'"
     if "MASTER_ADDR" in os.environ and world == 1 and "RANK" not in os.environ:
-        fail(
-            f"MASTER_ADDR is set but WORLD_SIZE is not, so this would run as one process: {advice}, or unset MASTER_ADDR"
-        )
+        fail(f"MASTER_ADDR is set without WORLD_SIZE, so this is one process: {advice}, or unset MASTER_ADDR")
     if args.mixed_precision == "fp16" and on_cpu:
         fail("--mixed-precision fp16 needs a GPU: use bf16 or no")
     if args.backend == "nccl" and on_cpu:
@@ -208,7 +206,7 @@ def launch(args: Args) -> tuple[Accelerator, torch.distributed.Store | None]:
         )
     if args.backend != "auto" and world > 1:
         group["backend"] = args.backend
-    # CRUCIAL: with broadcast_buffers rank 0's observation statistics would overwrite the others' at every forward.
+    # The statistics in the buffers are equal by construction: broadcasting them would cost a collective per forward.
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")  # Accelerate has no other name yet
     handlers = [ddp, InitProcessGroupKwargs(**group)]
@@ -712,9 +710,7 @@ def main(args: Args) -> None:
         counts, broken, stop = gathered[:, :3].long().unbind(1)
         if broken.any():
             where = ", ".join(map(str, broken.nonzero().view(-1).tolist()))
-            fail(
-                f"NaN or infinity from {args.env_id} on rank {where} in iteration {iteration}: nothing was learned of it"
-            )
+            fail(f"NaN or infinity from {args.env_id} on rank {where} in iteration {iteration}: no update was made")
         samples, stopping = int(counts.sum()), bool(stop.any())
         mean, r_mean, square, r_square = (gathered[:, 3:7].sum(0) / samples).tolist()
         var, r_var = max(square - mean**2, 0.0), max(r_square - r_mean**2, 1e-12)
