@@ -24,14 +24,14 @@ HOPPER = (
 RUNS = {
     "pushcube": ("python ppo_ddp.py --eval-interval 25000", 5, "eval/success_rate"),
     "pushcube_2ranks": (f"{TWO} ppo_ddp.py --eval-interval 25000", 5, "eval/success_rate"),
-    "pushcube_long": ("python ppo_ddp.py --total-timesteps 2500000 --eval-interval 125000", 5, "eval/success_rate"),
+    "pushcube_long": ("python ppo_ddp.py --total-timesteps 2500000 --eval-interval 125000", 2, "eval/success_rate"),
     "pushcube_long_2ranks": (
         f"{TWO} ppo_ddp.py --total-timesteps 2500000 --eval-interval 125000",
         1,
         "eval/success_rate",
     ),
-    "cartpole": ("python ppo_ddp.py --env-id CartPole --eval-interval 25000", 5, "eval/success_rate"),
-    "cartpole_2ranks": (f"{TWO} ppo_ddp.py --env-id CartPole --eval-interval 25000", 5, "eval/success_rate"),
+    "cartpole": ("python ppo_ddp.py --env-id CartPole --eval-interval 25000", 3, "eval/success_rate"),
+    "cartpole_2ranks": (f"{TWO} ppo_ddp.py --env-id CartPole --eval-interval 25000", 3, "eval/success_rate"),
     "hopper": (f"python ppo_ddp.py {HOPPER} --eval-interval 50000", 1, "eval/episodic_return"),
 }
 

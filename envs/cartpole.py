@@ -54,4 +54,5 @@ class Env(EmbeddedEnv):
         image = paint(image, (px.abs() < 0.3) & (py.abs() < 0.15), (0.15, 0.3, 0.6))
         along, across = px * angle.sin() + py * angle.cos(), px * angle.cos() - py * angle.sin()
         image = paint(image, (across.abs() < 0.06) & (along > 0) & (along < 2 * HALF_LENGTH), (0.85, 0.35, 0.2))
+        image[:, :, -1] = 0.6  # a line between the pictures of a video
         return (image * 255).to(torch.uint8)

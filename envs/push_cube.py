@@ -95,4 +95,5 @@ class Env(EmbeddedEnv):
         x, y = offset[..., 0] * cos + offset[..., 1] * sin, offset[..., 1] * cos - offset[..., 0] * sin
         image = paint(image, (x.abs() < HALF) & (y.abs() < HALF), (0.85, 0.35, 0.2))
         image = paint(image, (points - state["effector"]).norm(dim=-1) < RADIUS, (0.15, 0.3, 0.6))
+        image[:, :, -1] = 0.6  # a line between the pictures of a video
         return (image * 255).to(torch.uint8)

@@ -407,11 +407,11 @@ def test_stragglers_are_preempted(tmp_path):
 
 
 def test_ranks_of_equal_speed_lose_little_to_preemption(tmp_path):
-    settings = {"num_steps": 32, "num_envs": 8, "total_timesteps": 32 * 8 * 2 * 30, "preempt_fraction": 0.6}
+    settings = {"num_steps": 64, "num_envs": 8, "total_timesteps": 64 * 8 * 2 * 15, "preempt_fraction": 0.5}
     records, _ = worker(tmp_path, "even", 2, **settings)
     collected = sum(r["steps"] for r in records)
     iterations = records[0]["updates"] // 4
-    assert collected > 0.95 * iterations * 2 * 32
+    assert collected > 0.95 * iterations * 2 * 64
 
 
 def test_two_nodes(tmp_path):
