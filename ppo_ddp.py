@@ -153,10 +153,8 @@ def fail(message: str) -> None:
 
 
 def check_args(args: Args) -> None:
-    positive = (
-        "num_envs total_timesteps num_steps num_minibatches update_epochs keep_checkpoints learning_rate desired_kl"
-    )
-    positive += " clip_coef max_grad_norm hidden_size timeout torch_threads"
+    positive = "num_envs total_timesteps num_steps num_minibatches update_epochs keep_checkpoints learning_rate "
+    positive += "desired_kl clip_coef max_grad_norm hidden_size timeout torch_threads"
     natural = "eval_interval eval_episodes save_interval check_interval ent_coef vf_coef target_kl"
     fraction = "gamma gae_lambda preempt_fraction preempt_min"
     for name, value in asdict(args).items():
@@ -181,8 +179,8 @@ def check_args(args: Args) -> None:
 def launch(args: Args) -> tuple[Accelerator, torch.distributed.Store | None]:
     """Join the processes that the launcher started, or say why that would go wrong; with the store they share."""
     on_cpu = args.cpu or not torch.cuda.is_available()
-    names = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-    world = max(int(os.environ.get(name, 1)) for name in names)
+    others = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+    world = int(os.environ.get("WORLD_SIZE") or max(int(os.environ.get(name, 1)) for name in others))
     advice = f"start several with 'torchrun --standalone --nproc_per_node {max(world, 2)} {sys.argv[0]}'"
     if "MASTER_ADDR" in os.environ and world == 1 and "RANK" not in os.environ:
         fail(f"MASTER_ADDR is set without WORLD_SIZE, so this is one process: {advice}, or unset MASTER_ADDR")
@@ -201,9 +199,8 @@ def launch(args: Args) -> tuple[Accelerator, torch.distributed.Store | None]:
         store = torch.distributed.TCPStore(*address, is_master=False, **group)
         store = torch.distributed.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         backend = {"auto": "gloo" if on_cpu else "nccl"}.get(args.backend, args.backend)
-        torch.distributed.init_process_group(
-            backend, store=store, rank=int(os.environ["RANK"]), world_size=world, **group
-        )
+        members = {"rank": int(os.environ["RANK"]), "world_size": world}
+        torch.distributed.init_process_group(backend, store=store, **members, **group)
     if args.backend != "auto" and world > 1:
         group["backend"] = args.backend
     # The statistics in the buffers are equal by construction: broadcasting them would cost a collective per forward.
@@ -262,9 +259,8 @@ class Agent(nn.Module):
         sizes = {k: math.prod(space[k].shape) for k in ("state", "privileged") if k in space.keys()}
         self.discrete = hasattr(env.single_action_space, "n")
         actions = int(env.single_action_space.n) if self.discrete else env.single_action_space.shape[0]
-        self.obs_moments = nn.ModuleDict(
-            {k: RunningMoments(n) if args.norm_obs else nn.Identity() for k, n in sizes.items()}
-        )
+        moments = {k: RunningMoments(n) if args.norm_obs else nn.Identity() for k, n in sizes.items()}
+        self.obs_moments = nn.ModuleDict(moments)
         self.return_moments = RunningMoments(1)
         self.critic = mlp(sum(sizes.values()), 1, args.hidden_size, std=1.0)
         self.actor = mlp(sizes["state"], actions, args.hidden_size, std=0.01)

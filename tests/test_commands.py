@@ -158,6 +158,15 @@ def test_wrong_input_is_answered_in_one_line(options, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_tasks_of_slurm_without_a_launcher_are_refused(tmp_path, monkeypatch):
+    """`srun python ppo_ddp.py` would be so many copies of one run."""
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    with pytest.raises(
+        SystemExit, match="4 processes were started, but 1 found each other: start several with 'torchrun"
+    ):
+        main("--output-dir", tmp_path / "runs")
+
+
 def test_an_unknown_option_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         main("--num-env", "3")
