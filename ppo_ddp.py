@@ -4,7 +4,7 @@
     torchrun --standalone --nproc_per_node 2 ppo_ddp.py              # two processes, one per GPU where there are GPUs
     accelerate launch --multi_gpu --num_processes 2 --main_process_port 0 ppo_ddp.py
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d --rdzv_endpoint HOST:29400 ppo_ddp.py
-    python ppo_ddp.py --resume runs/NAME                             # go on where a run stopped
+    python ppo_ddp.py --resume runs/NAME                             # go on where a run stopped, with the same options
     python ppo_ddp.py --evaluate --checkpoint runs/NAME              # score its best policy
 
 Docs: docs/ppo_ddp.md
@@ -63,7 +63,7 @@ class Args:
     """evaluate every so many env steps of all processes (0: only at the end)"""
     eval_episodes: int = 0
     """episodes of an evaluation, over all processes (0: 512 for embedded envs, 16 for simulators)"""
-    save_interval: int = 0
+    save_interval: int = 100_000
     """save a checkpoint every so many env steps of all processes (0: only at the end)"""
     keep_checkpoints: int = 3
     """how many of the newest checkpoints to keep; the best one is kept besides"""
@@ -159,6 +159,8 @@ def check_args(args: Args) -> None:
     fraction = "gamma gae_lambda preempt_fraction preempt_min"
     for name, value in asdict(args).items():
         option = f"--{name.replace('_', '-')}"
+        if isinstance(value, float) and not math.isfinite(value):
+            fail(f"{option} must be a number, not {value}")
         if name in positive.split() and not value > 0:
             fail(f"{option} must be greater than 0, not {value}")
         if name in natural.split() and not value >= 0:
@@ -172,12 +174,12 @@ def check_args(args: Args) -> None:
         fail(f"{batch} do not divide into --num-minibatches {args.num_minibatches}")
     if args.evaluate != bool(args.checkpoint) or (args.evaluate and args.resume):
         fail("--evaluate goes with --checkpoint PATH, and not with --resume")
-    if Path(args.run_name).name != args.run_name:
+    if Path(args.run_name).name != args.run_name or args.run_name == "..":
         fail(f"--run-name must be a plain name, not {args.run_name!r}: --output-dir says where it goes")
 
 
-def launch(args: Args) -> tuple[Accelerator, torch.distributed.Store | None]:
-    """Join the processes that the launcher started, or say why that would go wrong; with the store they share."""
+def launch(args: Args) -> Accelerator:
+    """Join the processes that the launcher started, or say why that would go wrong."""
     on_cpu = args.cpu or not torch.cuda.is_available()
     others = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
     world = int(os.environ.get("WORLD_SIZE") or max(int(os.environ.get(name, 1)) for name in others))
@@ -191,7 +193,7 @@ def launch(args: Args) -> tuple[Accelerator, torch.distributed.Store | None]:
     if args.backend == "mpi" and not torch.distributed.is_mpi_available():
         fail("--backend mpi needs a torch built with MPI: use gloo, nccl or auto")
 
-    group, store = {"timeout": timedelta(seconds=args.timeout)}, None
+    group = {"timeout": timedelta(seconds=args.timeout)}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and world > 1:
         # CRUCIAL: torchrun keeps its store through a restart. Without a prefix of its own, a restarted process would
         # find the addresses of the dead ones there and fail to connect, or hang.
@@ -211,7 +213,7 @@ def launch(args: Args) -> tuple[Accelerator, torch.distributed.Store | None]:
     accelerator = Accelerator(cpu=on_cpu, mixed_precision=args.mixed_precision, kwargs_handlers=handlers)
     if accelerator.num_processes != world:
         fail(f"{world} processes were started, but {accelerator.num_processes} found each other: {advice}")
-    return accelerator, store
+    return accelerator
 
 
 class RunningMoments(nn.Module):
@@ -364,7 +366,7 @@ def due(interval: int, before: int, after: int) -> bool:
 def checksum(tensors: list[torch.Tensor]) -> torch.Tensor:
     """A number that changes with any bit of them, small enough for float64 to hold exactly."""
     bits = torch.cat([t.detach().reshape(-1).view(torch.int16) for t in tensors]).long()
-    place = torch.arange(1, len(bits) + 1, device=bits.device) % 32749
+    place = torch.arange(len(bits), device=bits.device) % 32749 + 1
     return ((bits * place).sum() % 2**52).double()
 
 
@@ -383,7 +385,9 @@ def write(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def save_checkpoint(folder: Path, accelerator: Accelerator, model: dict, about: dict, trainer: dict, local: dict):
+def save_checkpoint(
+    folder: Path, accelerator: Accelerator, model: dict, about: dict, trainer: dict, local: dict, best: bool
+):
     """Write a checkpoint, all ranks together. Killed at any moment, it leaves those before it as they were."""
     part, errors = folder.with_name(f".{folder.name}.part"), []
     try:
@@ -393,21 +397,22 @@ def save_checkpoint(folder: Path, accelerator: Accelerator, model: dict, about: 
             model = {k: v.detach().cpu().contiguous() for k, v in model.items()}
             save_file(model, part / "model.safetensors", metadata={"about": json.dumps(about)})
             torch.save(trainer, part / "trainer.pt")
-    except (OSError, RuntimeError) as error:
+    except Exception as error:
         errors = [str(error)]
     # CRUCIAL: whatever happened to a rank, it comes here: the others wait for its word.
     errors = gather_object(errors)
     try:
         if accelerator.is_main_process and not errors:
-            files = sorted(part.iterdir())
-            for file in files:
-                with file.open("rb") as opened:
-                    os.fsync(opened.fileno())
-            write(part / "manifest.json", json.dumps({file.name: digest(file) for file in files}))
+            names = ["model.safetensors", "trainer.pt", *(f"rank_{r}.pt" for r in range(accelerator.num_processes))]
+            for name in names:
+                with (part / name).open("rb") as file:
+                    os.fsync(file.fileno())
+            write(part / "manifest.json", json.dumps({name: digest(part / name) for name in names}))
             shutil.rmtree(folder, ignore_errors=True)
             part.rename(folder)
-            write(folder.parent / "latest", folder.name)
-    except OSError as error:
+            for pointer in ["best"] * best + ["latest"]:
+                write(folder.parent / pointer, folder.name)
+    except Exception as error:
         errors = [str(error)]
     if errors := gather_object(errors):
         fail(f"cannot save {folder}: {errors[0]}; the checkpoints before it are untouched")
@@ -436,7 +441,8 @@ def load_checkpoint(folder: Path, rank: int) -> tuple[dict, dict, dict, dict | N
         trainer, *local = (torch.load(folder / name, map_location="cpu", weights_only=True) for name in names[1:])
         return model, about, trainer, local[0] if local else None
     except Exception as error:
-        raise ValueError(f"{folder} is not a good checkpoint: {str(error).splitlines()[0]}") from error
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"{folder} is not a good checkpoint: {reason}") from error
 
 
 def load_together(folders: list[Path], accelerator: Accelerator, fall_back: bool):
@@ -471,51 +477,55 @@ def open_run(args: Args, accelerator: Accelerator, stem: str):
     launched = psutil.Process(os.getppid() if elastic else os.getpid()).create_time()  # the same after a restart
     started = time.strftime("%Y%m%d-%H%M%S", time.localtime(launched))
     run_dir, folders = Path(args.output_dir) / (args.run_name or f"{stem}__{started}"), []
-    if args.resume == "auto" and not args.run_name:
-        run_dir = max([p.parent for p in Path(args.output_dir).glob(f"{stem}__*/checkpoints")], default=run_dir)
-    elif args.resume and args.resume != "auto":
-        folders = find_checkpoints(Path(args.resume), "latest")[:1]
-        if not folders:
-            fail(f"nothing to resume at {args.resume}: give a run folder or one of its checkpoints/step_* folders")
-        if folders[0].parent.name == "checkpoints":
+    if args.resume not in ("", "auto"):
+        folders = find_checkpoints(Path(args.resume).resolve(), "latest")[:1]
+        if folders and folders[0].parent.name == "checkpoints":
             run_dir = folders[0].parent.parent
+    elif args.resume == "auto" and not args.run_name:
+        run_dir = max([p.parent for p in Path(args.output_dir).glob(f"{stem}__*/checkpoints")], default=run_dir)
     # torchrun starts all ranks anew when one died: then go on with what this very launch has written.
-    mine = (run_dir / "args.json").exists() and (run_dir / "args.json").stat().st_mtime >= launched
-    search = args.resume == "auto" or (elastic and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0 and mine)
+    restarted = elastic and (run_dir / "args.json").exists() and (run_dir / "args.json").stat().st_mtime >= launched
+    search = args.resume == "auto" or restarted
     if search:
         folders = find_checkpoints(run_dir, "latest")
     run_dir, folders, search = broadcast_object_list([run_dir, folders, search])  # as rank 0 sees them
+    if args.resume and not search and not folders:
+        fail(f"nothing to resume at {args.resume}: give a run folder or one of its checkpoints/step_* folders")
     return run_dir, search or bool(args.resume), load_together(folders, accelerator, fall_back=search)
 
 
 def main(args: Args) -> None:
     # ---- Set up
     check_args(args)
-    accelerator, store = launch(args)
+    accelerator = launch(args)
     rank, world, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     torch.set_num_threads(args.torch_threads)
     embedded = "/" not in args.env_id
-    eval_episodes = args.eval_episodes or (512 if embedded else 16)
+    eval_episodes = args.eval_episodes or max(512 if embedded else 16, world)
     if eval_episodes < world:
         fail(f"--eval-episodes {eval_episodes} leaves a process without an episode: give at least {world}")
     first, last = eval_episodes * rank // world, eval_episodes * (rank + 1) // world
     render = (4 if embedded else 1) if args.capture_video and rank == 0 else 0
+    errors = []
     try:
         eval_env = envs.make(args.env_id, last - first, device=device, seed=EVAL_SEED, first_env=first, render=render)
         # CRUCIAL: seeded by the global index of each env: with seed + rank, ranks would share most initial states.
         env = envs.make(args.env_id, args.num_envs, device=device, seed=args.seed, first_env=rank * args.num_envs)
     except ValueError as error:
-        fail(str(error))
+        errors = [str(error)]
+    if errors := gather_object(errors):
+        fail(errors[0])
     torch.manual_seed(args.seed)  # the same weights on every rank
     agent = Agent(env, args).to(device)
 
     if args.evaluate:
-        if not (found := find_checkpoints(Path(args.checkpoint), "best")[:1]):
+        if not (found := broadcast_object_list([find_checkpoints(Path(args.checkpoint), "best")[:1]])[0]):
             fail(f"no checkpoint at {args.checkpoint}: give a run folder or one of its checkpoints/step_* folders")
         folder, weights, about, _, _ = load_together(found, accelerator, fall_back=False)
         load_model(agent, folder, weights, about, args)
         scores = evaluate(agent, eval_env, accelerator, folder / "evaluation.gif" if render else None)
         accelerator.print(f"{folder}: " + ", ".join(f"{k} {v:.4g}" for k, v in scores.items()))
+        accelerator.end_training()
         return
 
     run_dir, may_exist, loaded = open_run(args, accelerator, f"{args.env_id.replace('/', '-')}__ppo_ddp__{args.seed}")
@@ -555,7 +565,7 @@ def main(args: Args) -> None:
         changed = f"{trainer['world_size']} processes became {world}" if trainer["world_size"] != world else None
         if not changed and len(local["running_return"]) != args.num_envs:
             changed = "--num-envs changed"
-        if not changed and local["env"] is None:
+        elif not changed and local["env"] is None:
             changed = f"{args.env_id} cannot save its state"
         if changed:
             accelerator.print(f"  envs start new episodes, because {changed}: the run goes on, but not bit for bit")
@@ -579,10 +589,14 @@ def main(args: Args) -> None:
             write(run_dir / "args.json", json.dumps(asdict(args), indent=2))
             (run_dir / "preempted").unlink(missing_ok=True)
             for part in run_dir.glob("checkpoints/.*.part"):
-                shutil.rmtree(part)
+                shutil.rmtree(part) if part.is_dir() else part.unlink()
             for newer in find_checkpoints(run_dir, "latest"):  # damaged, or left behind by going back
                 if int(newer.name.removeprefix("step_")) > global_step:
-                    newer.rename(newer.with_name(f"abandoned_{newer.name}"))
+                    aside = newer.with_name(f"abandoned_{newer.name}")
+                    shutil.rmtree(aside, ignore_errors=True)
+                    newer.rename(aside)
+                    if (best_file := newer.with_name("best")).exists() and best_file.read_text() == newer.name:
+                        best_file.unlink()
     except FileExistsError:
         errors = [f"{run_dir} exists already: choose another --run-name, or go on with --resume {run_dir}"]
     except OSError as error:
@@ -591,7 +605,8 @@ def main(args: Args) -> None:
         fail(errors[0])
     trackers = [TensorBoardTracker(run_dir.name, run_dir.parent, purge_step=global_step + 1 if loaded else None)]
     if args.track:
-        settings = {"name": run_dir.name, "id": run_dir.name, "resume": "allow", "dir": run_dir, "config": asdict(args)}
+        run_id = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
+        settings = {"name": run_dir.name, "id": run_id, "resume": "allow", "dir": run_dir, "config": asdict(args)}
         trackers.append(WandBTracker(args.wandb_project, **settings))
     accelerator.log_with = trackers
     try:
@@ -599,7 +614,7 @@ def main(args: Args) -> None:
     except Exception as error:
         if not may_exist:
             shutil.rmtree(run_dir)
-        reason = str(error).splitlines()[0]
+        reason = str(error).split("\n")[0]
         fail(f"cannot start Weights & Biases ({reason}): run 'wandb login', or set WANDB_MODE=offline")
     stop_signals: list[float] = []
 
@@ -612,8 +627,7 @@ def main(args: Args) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, on_signal)
     preempt = args.preempt_fraction < 1.0 and world > 1
-    if preempt and store is None:
-        fail("--preempt-fraction needs the store of a c10d rendezvous: start with torchrun")
+    store = torch.distributed.distributed_c10d._get_default_store() if preempt else None
     about = {"env_id": args.env_id, "args": asdict(args)}
     versions = {k: version(k) for k in ("torch", "accelerate", "tensordict", "gymnasium")}
     accelerator.print(f"{args.env_id}: {world} x {args.num_envs} envs on {device.type}, writing to {run_dir}")
@@ -703,23 +717,27 @@ def main(args: Args) -> None:
             rollout_seconds = time.perf_counter() - rollout_start
             gathered = accelerator.gather(torch.cat([flags, sums, newest.view(-1)])[None]).cpu()
             wait_seconds = time.perf_counter() - rollout_start - rollout_seconds
-        counts, broken, stop = gathered[:, :3].long().unbind(1)
+        flags, sums, newest = gathered.split([len(flags), len(sums), newest.numel()], dim=1)
+        counts, broken, stop = flags.long().unbind(1)
         if broken.any():
             where = ", ".join(map(str, broken.nonzero().view(-1).tolist()))
             fail(f"NaN or infinity from {args.env_id} on rank {where} in iteration {iteration}: no update was made")
-        samples, stopping = int(counts.sum()), bool(stop.any())
-        mean, r_mean, square, r_square = (gathered[:, 3:7].sum(0) / samples).tolist()
-        var, r_var = max(square - mean**2, 0.0), max(r_square - r_mean**2, 1e-12)
-        newest = [e for e in gathered[:, 7:].reshape(-1, 4).tolist() if e[0] >= 0]
-        window.extend(e[1:] for e in sorted(newest, key=lambda e: e[0]))
+        samples = int(counts.sum())
         global_step += samples
+        finished = global_step >= args.total_timesteps
+        stopping = bool(stop.any()) and not finished
+        mean, r_mean, square, r_square = (sums.sum(0) / samples).tolist()
+        var, r_var = max(square - mean**2, 0.0), max(r_square - r_mean**2, 1e-12)
+        ended = [e for e in newest.reshape(-1, 4).tolist() if e[0] >= 0]
+        window.extend(e[1:] for e in sorted(ended, key=lambda e: e[0]))
         if args.norm_adv:
             rollout["advantage"] = (advantages - mean) / (math.sqrt(var) + 1e-8)
 
         # ---- Update: the same number of minibatches on every rank, whatever it holds; one collective in each, DDP's
         update_start = time.perf_counter()
         batch = rollout.reshape(-1)
-        sizes = (counts * torch.arange(args.num_minibatches + 1)[:, None] // args.num_minibatches).diff(dim=0).tolist()
+        edges = counts * torch.arange(args.num_minibatches + 1)[:, None] // args.num_minibatches
+        mine, in_all = edges.diff(dim=0)[:, rank].tolist(), edges.diff(dim=0).sum(1).tolist()  # samples by minibatch
         logged = torch.zeros(len(LOSSES), dtype=torch.float64, device=device)
         norms, skipped, epochs = torch.zeros((), device=device), torch.zeros((), device=device), 0
         while epochs < args.update_epochs:
@@ -728,9 +746,9 @@ def main(args: Args) -> None:
                 group["lr"] = learning_rate
             shuffled = batch[torch.randperm(len(batch), device=device)]
             before = logged.clone()
-            for mb, on_ranks in zip(shuffled.split([x[rank] for x in sizes]), sizes):
+            for mb, size_in_all in zip(shuffled.split(mine), in_all):
                 # A rank with nothing in this minibatch still runs a row, with weight zero: DDP waits for its gradients.
-                mb, weight = (mb, 1.0) if on_ranks[rank] else (shuffled[:1], 0.0)
+                mb, weight = (mb, 1.0) if len(mb) else (shuffled[:1], 0.0)
                 _, newlogprob, entropy, newvalue = model(mb["obs"], mb["action"])
                 loss, mb_logged = loss_fn(
                     newlogprob, entropy, newvalue, mb["logprob"], mb["advantage"], mb["return"], mb["value"],
@@ -738,7 +756,7 @@ def main(args: Args) -> None:
                 )  # fmt: skip
                 # CRUCIAL: DDP takes the mean over ranks. Scaled like this it is the mean over the samples of all ranks,
                 # also when they hold different numbers of them.
-                accelerator.backward(loss * (weight * world / sum(on_ranks)))
+                accelerator.backward(loss * (weight * world / size_in_all))
                 norm = accelerator.clip_grad_norm_(parameters, args.max_grad_norm)
                 # CRUCIAL: after the all-reduce a NaN is on every rank, and the fused Adam skips its step where this is
                 # 1: on all of them together, and without a look at the GPU.
@@ -765,21 +783,22 @@ def main(args: Args) -> None:
         # ---- Statistics and metrics: merged after the update, else the first ratio would not be 1
         metrics = dict(zip(LOSSES, logged * world / (samples * epochs)))
         metrics |= {"losses/grad_norm": norms / (epochs * args.num_minibatches), "losses/skipped_updates": skipped}
-        metrics |= {f"env/{k}": env_metrics[k] / steps for k in sorted(env_metrics)}
+        if iteration == start_iteration + 1:
+            metric_names = sorted(set(gather_object(list(env_metrics))))
+        metrics |= {f"env/{k}": env_metrics.get(k, 0.0) / steps for k in metric_names}
         metrics |= {"time/rollout": rollout_seconds, "time/update": update_seconds, "time/wait": wait_seconds}
         metrics |= {"skipped_in_a_row": skipped_in_a_row, "checksum": 0.0}
         if args.check_interval and iteration % args.check_interval == 0:
             metrics["checksum"] = checksum([*agent.state_dict().values(), torch.tensor([learning_rate], device=device)])
         moments = [(agent.obs_moments[k], x) for k, x in obs.items() if args.norm_obs and k in agent.obs_moments]
-        mine = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in metrics.values()])
-        sums = [moment.sums(x) for moment, x in moments]
-        gathered = accelerator.gather(torch.cat([mine, *sums])[None])
-        on_ranks, *gathered = gathered.split([len(x) for x in (mine, *sums)], dim=1)
-        for (moment, _), x in zip(moments, gathered):
-            moment.merge(x.sum(0))
-        on_ranks = dict(zip(metrics, on_ranks.T.cpu()))
-        differ = (on_ranks["checksum"] != on_ranks.pop("checksum")[0]).nonzero().view(-1).tolist()
-        if differ:
+        values = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in metrics.values()])
+        parts = [values, *(moment.sums(x) for moment, x in moments)]
+        gathered = accelerator.gather(torch.cat(parts)[None]).split([len(part) for part in parts], dim=1)
+        for (moment, _), sums in zip(moments, gathered[1:]):
+            moment.merge(sums.sum(0))
+        on_ranks = dict(zip(metrics, gathered[0].T.cpu()))  # [W] each
+        checksums = on_ranks.pop("checksum")
+        if differ := (checksums != checksums[0]).nonzero().view(-1).tolist():
             fail(f"weights, learning rate or statistics of rank {', '.join(map(str, differ))} differ from rank 0's in "
                  f"iteration {iteration}: go on from the last checkpoint with --resume {run_dir}")  # fmt: skip
         if (in_a_row := int(on_ranks.pop("skipped_in_a_row")[0])) >= MAX_SKIPPED:
@@ -798,11 +817,12 @@ def main(args: Args) -> None:
             log["charts/SPS"] = timed_steps / timed_seconds
         if window:
             names = ("charts/episodic_return", "charts/episodic_length", "charts/success_rate")
-            log |= {k: x for k, *xs in zip(names, *window) if not math.isnan(x := sum(xs) / len(xs))}
+            means = torch.tensor(list(window)).mean(0).tolist()
+            log |= {k: x for k, x in zip(names, means) if not math.isnan(x)}
 
         # ---- Evaluate and save when due
-        finished, improved = global_step >= args.total_timesteps, False
-        if (finished and not stopping) or due(args.eval_interval, global_step - samples, global_step):
+        improved = False
+        if finished or (due(args.eval_interval, global_step - samples, global_step) and not stopping):
             eval_start = time.perf_counter()
             video = run_dir / "videos" / f"step_{global_step}.gif" if render else None
             log |= evaluate(agent, eval_env, accelerator, video)
@@ -822,10 +842,8 @@ def main(args: Args) -> None:
                 "rng": torch.get_rng_state(), "cuda_rng": cuda_rng,
             }  # fmt: skip
             folder = run_dir / "checkpoints" / f"step_{global_step}"
-            save_checkpoint(folder, accelerator, agent.state_dict(), about, trainer, local)
+            save_checkpoint(folder, accelerator, agent.state_dict(), about, trainer, local, improved)
             if accelerator.is_main_process:
-                if improved:
-                    write(folder.parent / "best", folder.name)
                 for old in find_checkpoints(run_dir, "best")[1 + args.keep_checkpoints :]:
                     shutil.rmtree(old, ignore_errors=True)
 

@@ -1,7 +1,7 @@
 """The base of the embedded envs: batched torch physics with a clock, autoreset and exact state.
 
 A new env is a subclass with three methods on a dict of [N, ...] tensors (see push_cube.py):
-`initial(draws)`, `physics(state, action)` and `observe(state)`; `draw(state)` if it should be seen.
+`initial(draws)`, `physics(state, action)` and `observe(state)`; `render()` if it should be seen.
 """
 
 import gymnasium as gym

@@ -53,8 +53,9 @@ class Env(VecEnv):
                 gym.make(name, **options, **({"render_mode": "rgb_array"} if i < render else {}))
                 for i in range(num_envs)
             ]
-        except (gym.error.Error, ImportError) as error:
-            raise ValueError(f"Gymnasium cannot make {name!r}: {str(error).splitlines()[0]}") from error
+        except Exception as error:
+            reason = str(error).split("\n")[0]
+            raise ValueError(f"Gymnasium cannot make {name!r}: {reason}") from error
         env = self._envs[0]
         observation, action = env.observation_space, env.action_space
         if not isinstance(observation, gym.spaces.Box):

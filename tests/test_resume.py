@@ -255,6 +255,11 @@ def test_going_back_leaves_the_later_checkpoints_aside(tmp_path, trained):
     folder = tmp_path / "run" / "checkpoints"
     train_here(tmp_path, "run", 2, "--resume", folder / f"step_{STEPS}")
     assert (folder / f"abandoned_step_{3 * STEPS}").exists() and newest(tmp_path / "run").name == f"step_{2 * STEPS}"
+    (folder / ".latest.part").write_text("killed while the pointer moved")
+    (folder / ".step_9.part").mkdir()
+    train_here(tmp_path, "run", 4, "--save-interval", 1, "--resume", "auto")
+    train_here(tmp_path, "run", 3, "--resume", folder / f"step_{2 * STEPS}")  # and once more
+    assert newest(tmp_path / "run").name == f"step_{3 * STEPS}" and not list(folder.glob(".*"))
 
 
 def test_a_restart_does_not_take_over_a_run_of_somebody_else(tmp_path, trained):
