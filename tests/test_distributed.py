@@ -32,6 +32,9 @@ def test_parameters_are_bit_equal_after_updates(tmp_path):
     assert not torch.equal(one["start"], two["start"])
     assert any(not torch.equal(one["initial"][k], one["final"][k]) for k in one["final"])
     assert one["final"]["obs_moments.state.count"] == 192
+    summary = json.loads((tmp_path / "plain_2" / "run" / "summary.json").read_text())
+    assert summary["world_size"] == 2 and summary["charts/steps_sampled"] == summary["global_step"] == 192
+    assert summary["charts/minibatch_size"] == 32 and summary["charts/steps_trained"] == 2 * 192
 
 
 @pytest.mark.parametrize("sizes", ["equal", "unequal", "empty"])
@@ -120,16 +123,6 @@ def test_nan_from_one_env_stops_both(tmp_path):
 def test_an_exception_on_one_rank_stops_both(tmp_path):
     _, text = worker(tmp_path, "env_error", 2, ok=False)
     assert "the simulator broke" in text
-
-
-def test_metrics_cover_all_ranks(tmp_path):
-    """Two ranks with different envs: the logged returns are those of the last 100 episodes of both."""
-    settings = {"env_id": "CartPole", "num_steps": 64, "total_timesteps": 64 * 8 * 3}
-    ranks, _ = worker(tmp_path, "plain", 2, **settings)
-    summary = json.loads((tmp_path / "plain_2" / "run" / "summary.json").read_text())
-    assert summary["world_size"] == 2 and summary["charts/steps_sampled"] == summary["global_step"] == 64 * 8 * 3
-    assert summary["charts/minibatch_size"] == 256 and summary["charts/steps_trained"] == 2 * summary["global_step"]
-    assert 8 < summary["charts/episodic_length"] < 200
 
 
 @pytest.mark.parametrize(
