@@ -100,7 +100,7 @@ class Args:
     bootstrap_at_done: Literal["truncated", "always"] = "truncated"
     """where an episode's end is valued by the critic: only where the clock ended it, or at every end"""
     num_minibatches: int = 8
-    """minibatches of an epoch; each holds num_envs * num_steps / num_minibatches samples of every process"""
+    """minibatches of an epoch; each holds that fraction of the samples of every process"""
     update_epochs: int = 4
     """passes over a rollout"""
     clip_coef: float = 0.2
@@ -122,7 +122,7 @@ class Args:
     norm_reward: bool = False
     """divide rewards by the running deviation of the discounted return, saved with the model"""
     hidden_size: int = 64
-    """width of the two hidden layers of actor and critic"""
+    """width of the two hidden layers of each network"""
     init_logstd: float = -0.3
     """log standard deviation of a Gaussian policy at the start"""
 
@@ -154,8 +154,8 @@ def fail(message: str) -> None:
 
 def check_args(args: Args) -> None:
     positive = "num_envs total_timesteps num_steps num_minibatches update_epochs keep_checkpoints learning_rate "
-    positive += "desired_kl clip_coef max_grad_norm hidden_size timeout torch_threads"
-    natural = "eval_interval eval_episodes save_interval check_interval ent_coef vf_coef target_kl"
+    positive += "desired_kl clip_coef clip_coef_high max_grad_norm hidden_size timeout torch_threads"
+    natural = "eval_interval eval_episodes save_interval check_interval ent_coef vf_coef kl_coef target_kl"
     fraction = "gamma gae_lambda preempt_fraction preempt_min"
     for name, value in asdict(args).items():
         option = f"--{name.replace('_', '-')}"
@@ -169,13 +169,16 @@ def check_args(args: Args) -> None:
             fail(f"{option} must be between 0 and 1, not {value}")
     if not 0 <= args.seed < EVAL_SEED:
         fail(f"--seed must be between 0 and {EVAL_SEED - 1}, not {args.seed}")
-    if (args.num_envs * args.num_steps) % args.num_minibatches:
-        batch = f"--num-envs {args.num_envs} x --num-steps {args.num_steps} = {args.num_envs * args.num_steps} samples"
-        fail(f"{batch} do not divide into --num-minibatches {args.num_minibatches}")
     if args.evaluate != bool(args.checkpoint) or (args.evaluate and args.resume):
         fail("--evaluate goes with --checkpoint PATH, and not with --resume")
     if Path(args.run_name).name != args.run_name or args.run_name == "..":
         fail(f"--run-name must be a plain name, not {args.run_name!r}: --output-dir says where it goes")
+
+
+def check_batch(args: Args) -> None:
+    if (args.num_envs * args.num_steps) % args.num_minibatches:
+        batch = f"--num-envs {args.num_envs} x --num-steps {args.num_steps} = {args.num_envs * args.num_steps} samples"
+        fail(f"{batch} do not divide into --num-minibatches {args.num_minibatches}")
 
 
 def launch(args: Args) -> Accelerator:
@@ -497,6 +500,7 @@ def open_run(args: Args, accelerator: Accelerator, stem: str):
 def main(args: Args) -> None:
     # ---- Set up
     check_args(args)
+    check_batch(args)
     accelerator = launch(args)
     rank, world, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     torch.set_num_threads(args.torch_threads)
@@ -767,10 +771,8 @@ def main(args: Args) -> None:
                 norms, logged = norms + norm.nan_to_num(0.0, 0.0), logged + mb_logged * weight
             if args.target_kl or args.lr_schedule == "adaptive":
                 # CRUCIAL: the KL of all ranks, so that all of them stop, or change their learning rate, together.
-                kl = (
-                    accelerator.gather((logged - before)[None]).sum(0)[LOSSES.index("losses/approx_kl")].item()
-                    / samples
-                )
+                sums = accelerator.gather((logged - before)[None]).sum(0)
+                kl = sums[LOSSES.index("losses/approx_kl")].item() / samples
                 if args.lr_schedule == "adaptive" and kl > 2.0 * args.desired_kl:
                     learning_rate = max(1e-5, learning_rate / 1.5)
                 elif args.lr_schedule == "adaptive" and kl < 0.5 * args.desired_kl:

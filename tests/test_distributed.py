@@ -12,9 +12,9 @@ import ppo_ddp
 SMALL = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "update_epochs": 2, "total_timesteps": 192}
 
 
-def worker(tmp_path, case, nproc, ok=True, name="ppo_ddp", **changes):
+def worker(tmp_path, case, nproc, ok=True, name="ppo_ddp", defaults=SMALL, **changes):
     output = tmp_path / f"{case}_{nproc}"
-    text = run(*script("tests/worker.py", nproc), name, case, output, json.dumps(SMALL | changes), ok=ok)
+    text = run(*script("tests/worker.py", nproc), name, case, output, json.dumps(defaults | changes), ok=ok)
     return [torch.load(output / f"record_{r}.pt", weights_only=False) for r in range(nproc)], text
 
 

@@ -213,7 +213,8 @@ def made(monkeypatch):
         pass
 
     seen = Seen()
-    monkeypatch.setattr(envs, "make", make)
+    seen.real, seen.patch = real, lambda other: monkeypatch.setattr(envs, "make", other)
+    seen.patch(make)
     return seen
 
 
@@ -324,7 +325,7 @@ def test_a_long_run_uses_every_sample_once_an_epoch(tmp_path, monkeypatch):
         return real(newlogprob, entropy, newvalue, logprob, *rest)
 
     monkeypatch.setattr(ppo_ddp, "ppo_loss", record)
-    monkeypatch.setattr(ppo_ddp, "check_args", lambda args: None)
+    monkeypatch.setattr(ppo_ddp, "check_batch", lambda args: None)
     ppo_ddp.main(small(tmp_path, num_minibatches=5, total_timesteps=64))
     assert sorted(len(x) for x in seen[:5]) == [12, 13, 13, 13, 13] and len(seen) == 10
     assert torch.equal(torch.cat(seen[:5]).sort().values, torch.cat(seen[5:]).sort().values)

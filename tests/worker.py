@@ -19,6 +19,7 @@ changes = json.loads(changes)
 for key, value in changes.items():
     if isinstance(value, list):  # one for each rank
         changes[key] = value[rank]
+mute = changes.pop("mute", 0)  # the first so many envs earn nothing
 args = script.Args(**({"output_dir": output, "run_name": "run", "eval_episodes": 4, "timeout": 60.0} | changes))
 record = {"updates": 0, "batches": [], "gradients": []}
 agents = []
@@ -66,7 +67,7 @@ script.Agent.__init__, script.Agent.forward = recording_init, recording_forward
 setattr(script, loss_name, recording_loss)
 torch.optim.Adam.step = recording_step
 if case in ("gradient", "shared"):
-    script.check_args = lambda args: None
+    script.check_batch = lambda args: None  # sizes that no user may ask for
 if case == "shared":
     # The same noise for the same env and step, whatever process it lives in.
     first, calls = changes.pop("first_env", rank * args.num_envs), [0]
@@ -88,6 +89,7 @@ def recording_make(*a, **k):
         def recording_reset(*a, **k):
             obs = reset(*a, **k)
             record.setdefault("start", obs["state"].clone())
+            record.setdefault("starts", []).append(obs["state"].clone())
             return obs
 
         def broken_step(*a, **k):
@@ -96,6 +98,7 @@ def recording_make(*a, **k):
             if case == "even":
                 time.sleep(0.003)
             obs, reward, *rest = env_step(*a, **k)
+            reward[:mute] = 0.0
             record["steps"] = record.get("steps", 0) + 1
             if record["steps"] == 20 and rank == 1:
                 if case == "env_nan":
