@@ -90,7 +90,7 @@ class Args:
     """what an episode is worth: the env's rewards, or 1 for success and nothing else"""
 
     # Algorithm
-    total_timesteps: int = 1_000_000
+    total_timesteps: int = 1_500_000
     """env steps of all processes together"""
     learning_rate: float = 1e-3
     """learning rate of Adam at the start"""
@@ -98,17 +98,17 @@ class Args:
     """linear: to zero at --total-timesteps; adaptive: up or down after each epoch to hold --desired-kl"""
     desired_kl: float = 0.01
     """KL divergence per epoch that the adaptive learning rate aims at"""
-    gamma: float = 1.0
+    gamma: float = 0.99
     """discount"""
-    advantage: Literal["trajectory", "step"] = "trajectory"
-    """compare whole returns, or at every step the returns from there on of those still running"""
-    scale: bool = True
-    """divide advantages by the group's deviation; without it (Dr. GRPO) easy and hard starts weigh as they differ"""
+    advantage: Literal["step", "trajectory"] = "step"
+    """compare, at every step, the returns from there on of those still running, or whole returns"""
+    scale: bool = False
+    """divide advantages by the group's deviation, as the first GRPO does; without it, it is Dr. GRPO"""
     filter_success: tuple[float, float] = (0.0, 1.0)
     """leave out groups whose success rate is below the first or above the second number"""
     num_minibatches: int = 8
     """minibatches of an epoch; each holds that fraction of the samples of every process"""
-    update_epochs: int = 2
+    update_epochs: int = 4
     """passes over a rollout"""
     clip_coef: float = 0.2
     """clipping of the probability ratio"""
@@ -808,7 +808,10 @@ def main(args: Args) -> None:
         log |= {"charts/iteration": iteration, "charts/episodes": world * N, "charts/group_return_mean": group_mean}
         log |= {"charts/group_return_std": group_std * args.group_size}
         log |= {"charts/groups_without_signal": silent * args.group_size}
-        log |= {"charts/valid_fraction": samples / int(rows.sum())}
+        log |= {
+            "charts/valid_fraction": samples / steps_taken,
+            "charts/idle_fraction": 1 - steps_taken / int(rows.sum()),
+        }
         if iteration > start_iteration + 1:  # the first one warms up
             timed_steps, timed_seconds = timed_steps + steps_taken, timed_seconds + time.perf_counter() - rollout_start
             log["charts/SPS"] = timed_steps / timed_seconds

@@ -20,6 +20,7 @@ HOPPER = (
     "--env-id gym/Hopper-v5 --num-envs 8 --num-steps 256 --num-minibatches 32 --update-epochs 10 --learning-rate 3e-4 "
     "--gamma 0.99 --clip-vloss --norm-reward --init-logstd 0 --total-timesteps 1000000"
 )
+WARM = "python ppo_ddp.py --total-timesteps 50000"  # a policy that succeeds in about every fifth episode
 # name: command, seeds, what is plotted
 RUNS = {
     "pushcube": ("python ppo_ddp.py --eval-interval 25000", 5, "eval/success_rate"),
@@ -32,6 +33,30 @@ RUNS = {
     ),
     "cartpole": ("python ppo_ddp.py --env-id CartPole --eval-interval 25000", 3, "eval/success_rate"),
     "cartpole_2ranks": (f"{TWO} ppo_ddp.py --env-id CartPole --eval-interval 25000", 3, "eval/success_rate"),
+    "grpo_pushcube": ("python grpo_ddp.py --eval-interval 75000", 5, "eval/success_rate"),
+    "grpo_pushcube_2ranks": (f"{TWO} grpo_ddp.py --eval-interval 75000", 3, "eval/success_rate"),
+    "grpo_pushcube_long": (
+        "python grpo_ddp.py --total-timesteps 4500000 --eval-interval 225000",
+        5,
+        "eval/success_rate",
+    ),
+    "grpo_pushcube_trajectory": (
+        "python grpo_ddp.py --eval-interval 75000 --advantage trajectory",
+        3,
+        "eval/success_rate",
+    ),
+    "grpo_pushcube_scale": ("python grpo_ddp.py --eval-interval 75000 --scale", 3, "eval/success_rate"),
+    "grpo_pushcube_embodichain": (
+        "python benchmarks/embodichain_grpo.py --eval-interval 75000",
+        3,
+        "eval/success_rate",
+    ),
+    "grpo_cartpole": ("python grpo_ddp.py --env-id CartPole --eval-interval 75000", 3, "eval/success_rate"),
+    "grpo_success": (
+        "python grpo_ddp.py --reward success --init-from WARM --total-timesteps 1000000 --eval-interval 50000",
+        3,
+        "eval/success_rate",
+    ),
     "hopper": (f"python ppo_ddp.py {HOPPER} --eval-interval 50000", 1, "eval/episodic_return"),
 }
 
@@ -45,6 +70,7 @@ def curve(run_dir: Path, key: str) -> list[tuple[int, float]]:
 
 
 def run(name: str) -> None:
+    """One seed after the other; where a command says WARM, with a policy that WARM has trained with the same seed."""
     command, seeds, key = RUNS[name]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     result = {
@@ -55,16 +81,28 @@ def run(name: str) -> None:
     }
     for seed in range(1, seeds + 1):
         with tempfile.TemporaryDirectory() as folder:
-            options = ["--seed", str(seed), "--output-dir", folder, "--run-name", "run"]
-            words = [sys.executable if word == "python" else word for word in command.split()]
-            subprocess.run([*words, *options], cwd=ROOT, check=True)
-            summary = json.loads((Path(folder) / "run" / "summary.json").read_text())
+
+            def train(command: str, run_name: str) -> dict:
+                words = [sys.executable if word == "python" else word for word in command.split()]
+                options = ["--seed", str(seed), "--output-dir", folder, "--run-name", run_name]
+                subprocess.run([*words, *options], cwd=ROOT, check=True)
+                return json.loads((Path(folder) / run_name / "summary.json").read_text())
+
+            start = train(WARM, "warm") if "WARM" in command else {}
+            summary = train(command.replace("WARM", f"{folder}/warm"), "run")
             kept = {k: v for k, v in summary.items() if k.startswith("eval/") or k in ("charts/SPS", "wall_seconds")}
             result["seeds"][seed] = kept | {
                 "global_step": summary["global_step"],
                 "charts/episodic_return": summary["charts/episodic_return"],
                 "curve": curve(Path(folder) / "run", key),
             }
+            for key_of_mean in ("charts/valid_fraction", "charts/idle_fraction", "charts/episodic_length"):
+                if "charts/valid_fraction" in summary:
+                    values = [x for _, x in curve(Path(folder) / "run", key_of_mean)]
+                    result["seeds"][seed][f"mean of {key_of_mean}"] = sum(values) / len(values)
+            if start:
+                result["warm"] = WARM
+                result["seeds"][seed]["success_at_start"] = start["eval/success_rate"]
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1))
 
