@@ -90,7 +90,7 @@ class Args:
     """what an episode is worth: the env's rewards, or 1 for success and nothing else"""
 
     # Algorithm
-    total_timesteps: int = 1_500_000
+    total_timesteps: int = 1_000_000
     """env steps of all processes together"""
     learning_rate: float = 1e-3
     """learning rate of Adam at the start"""

@@ -5,7 +5,7 @@ picture and the instruction; the action is a step in the plane. The episode ends
 0.12 m of the centre of the named block, and by the clock after 16 steps. The reward is 1 for success plus 5 times the
 progress towards that block in metres.
 
-The camera rides on the effector (`camera="wrist"`), so that the picture shows where things are as seen from the hand; with
+The camera rides on the effector (`camera="wrist"`), so the picture shows where things are as seen from the hand; with
 `camera="fixed"` it hangs above the table and sees the effector as a white disc: much harder to learn from.
 
 All instructions have the same number of letters and end with the colour: nothing but the word tells the task.
