@@ -153,8 +153,11 @@ def fail(message: str) -> None:
 
 def check_args(args: Args) -> None:
     positive = "num_envs total_timesteps num_steps num_minibatches update_epochs keep_checkpoints learning_rate "
-    positive += "desired_kl clip_coef clip_coef_high max_grad_norm hidden_size timeout torch_threads"
-    natural = "eval_interval eval_episodes save_interval check_interval ent_coef vf_coef kl_coef target_kl"
+    positive += "desired_kl clip_coef clip_coef_high max_grad_norm hidden_size timeout torch_threads num_chunks "
+    positive += "action_bins action_chunk bc_episodes bc_batch bc_learning_rate value_learning_rate "
+    positive += "gradient_accumulation behaviour_weight_cap"
+    natural = "eval_interval eval_episodes save_interval check_interval ent_coef vf_coef kl_coef target_kl bc_updates "
+    natural += "max_staleness value_warmup"
     fraction = "gamma gae_lambda preempt_fraction preempt_min"
     for name, value in asdict(args).items():
         option = f"--{name.replace('_', '-')}"

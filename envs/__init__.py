@@ -24,7 +24,7 @@ import importlib
 import torch
 from tensordict import TensorDict
 
-EMBEDDED = {"CartPole": "cartpole", "PushCube": "push_cube"}
+EMBEDDED = {"CartPole": "cartpole", "PushCube": "push_cube", "Tabletop": "tabletop"}
 BACKENDS = {"gym": "any Gymnasium id with Box observations, such as gym/HalfCheetah-v5"}
 
 

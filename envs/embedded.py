@@ -39,9 +39,11 @@ class EmbeddedEnv(VecEnv):
         self._return = torch.zeros(num_envs, device=self.device)
         self._state: dict[str, torch.Tensor] = {}
         sample = self.observe(self.initial(self._draw_start()))
-        self.single_observation_space = gym.spaces.Dict(
-            {k: gym.spaces.Box(-float("inf"), float("inf"), v.shape[1:]) for k, v in sample.items()}
-        )
+        boxes = {k: gym.spaces.Box(-float("inf"), float("inf"), v.shape[1:]) for k, v in sample.items()}
+        if "rgb" in sample:
+            boxes["rgb"] = gym.spaces.Box(0, 255, sample["rgb"].shape[1:], dtype="uint8")
+            boxes["instruction"] = gym.spaces.Discrete(len(self.instructions))
+        self.single_observation_space = gym.spaces.Dict(boxes)
 
     def initial(self, draws: torch.Tensor) -> dict[str, torch.Tensor]:
         """The first state of an episode from the draws that `start` describes, [N, len(start)]."""

@@ -20,8 +20,8 @@ import torch
 from envs.embedded import EmbeddedEnv, paint, pixels
 
 COLOURS = {"ruby": (1.0, 0.0, 0.0), "lime": (0.0, 1.0, 0.0), "blue": (0.0, 0.0, 1.0)}
-TABLE, HALF, RADIUS = 1.0, 0.14, 0.05  # m: half the table's side, half a block's side, the effector's radius
-REACH, SPEED, VIEW = 0.12, 0.2, 1.0  # m: success, the longest step, half the side of the wrist camera's picture
+TABLE, HALF, RADIUS = 1.0, 0.18, 0.05  # m: half the table's side, half a block's side, the effector's radius
+REACH, SPEED, VIEW = 0.12, 0.1, 1.0  # m: success, the longest step, half the side of the wrist camera's picture
 SIZE = 64  # pixels
 
 
@@ -45,9 +45,11 @@ class Env(EmbeddedEnv):
             raise ValueError(f"Tabletop has a wrist and a fixed camera, not {camera!r}")
         self.camera = camera
         self._orders = torch.tensor(list(permutations(range(len(COLOURS)))), device=device)
-        self._colours = torch.tensor(list(COLOURS.values()), device=device)
+        palette = [(0.5, 0.5, 0.5), *COLOURS.values(), (0.2, 0.2, 0.2), (1.0, 1.0, 1.0)]  # table, blocks, beyond, hand
+        self._palette = (torch.tensor(palette, device=device) * 255).to(torch.uint8)
+        self._numbers = torch.arange(1, len(COLOURS) + 1, dtype=torch.uint8, device=device).view(-1, 1, 1)
         self._thirds = torch.arange(3, device=device) * (2 * math.pi / 3)
-        self._points = pixels(SIZE, -VIEW, VIEW, device)  # m from the middle of the picture
+        self._line = pixels(SIZE, -VIEW, VIEW, device)[0, :, 0]  # m from the middle of the picture
         super().__init__(*args, device=device, **options)
 
     def initial(self, draws):
@@ -74,17 +76,18 @@ class Env(EmbeddedEnv):
         return offset / offset.norm(dim=1, keepdim=True).clamp(min=1.0)
 
     def _picture(self, state) -> torch.Tensor:
-        """-> uint8 [N, 64, 64, 3]"""
-        hand = state["effector"][:, None, None]
-        points = self._points + hand if self.camera == "wrist" else self._points.expand(len(hand), -1, -1, -1)
-        image = torch.full((*points.shape[:-1], 3), 0.5, device=self.device)
-        image = paint(image, points.abs().amax(-1) > TABLE, (0.2, 0.2, 0.2))
-        for i, colour in enumerate(COLOURS.values()):
-            near = (points - state["blocks"][:, i, None, None]).abs().amax(-1) < HALF
-            image = paint(image, near, colour)
+        """-> uint8 [N, 64, 64, 3]: the table, the blocks by colour, and what is beyond the table."""
+        hand = state["effector"] if self.camera == "wrist" else torch.zeros_like(state["effector"])
+        # Everything is a square along the axes: columns and rows of the picture, then where the two meet.
+        columns, rows = self._line + hand[:, :1], self._line.flip(0) + hand[:, 1:]  # [N, 64]
+        x, y = state["blocks"].unsqueeze(-1).unbind(2)  # [N, 3, 1]
+        block = ((rows[:, None] - y).abs() < HALF)[..., None] & ((columns[:, None] - x).abs() < HALF)[:, :, None]
+        paint = (block * self._numbers).amax(1)  # [N, 64, 64]: which of the colours, or none
+        paint[(columns.abs() > TABLE)[:, None] | (rows.abs() > TABLE)[..., None]] = len(COLOURS) + 1
         if self.camera == "fixed":
-            image = paint(image, (points - hand).square().sum(-1) < RADIUS**2, (1.0, 1.0, 1.0))
-        return (image * 255).to(torch.uint8)
+            dx, dy = columns - state["effector"][:, :1], rows - state["effector"][:, 1:]
+            paint[dx.square()[:, None] + dy.square()[..., None] < RADIUS**2] = len(COLOURS) + 2
+        return self._palette[paint.long()]
 
     def observe(self, state):
         return {"state": state["effector"], "rgb": self._picture(state), "instruction": state["task"]}
