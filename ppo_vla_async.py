@@ -107,9 +107,9 @@ class Args:
     """forget activations and compute them again in the backward pass: less memory, a third more time"""
 
     # Cloning
-    bc_updates: int = 400
+    bc_updates: int = 200
     """updates of behaviour cloning from the env's expert before PPO starts (0: the model is tuned already)"""
-    bc_episodes: int = 64
+    bc_episodes: int = 512
     """demonstrations to clone"""
     bc_batch: int = 64
     """demonstrated steps in an update of each process"""
@@ -209,12 +209,8 @@ def check_model(args: Args) -> None:
         fail(f"--lora-rank must be 1 or more, not {args.lora_rank}: leave it out to train all weights")
     batch = args.num_envs * args.num_chunks
     if batch % args.num_minibatches or (batch // args.num_minibatches) % args.gradient_accumulation:
-        parts = (
-            f"--num-minibatches {args.num_minibatches} of --gradient-accumulation {args.gradient_accumulation} parts"
-        )
-        fail(
-            f"--num-envs {args.num_envs} x --num-chunks {args.num_chunks} = {batch} samples do not divide into {parts}"
-        )
+        parts = f"--num-minibatches {args.num_minibatches} of --gradient-accumulation {args.gradient_accumulation} parts"
+        fail(f"--num-envs {args.num_envs} x --num-chunks {args.num_chunks} = {batch} samples do not divide into {parts}")
 
 
 def launch(args: Args) -> Accelerator:
@@ -271,21 +267,14 @@ def make_tiny(folder: Path, seed: int) -> None:
     tokens.pre_tokenizer, tokens.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     words = envs.make("Tabletop", 1).instructions  # they become one token a word; anything else is spelt byte by byte
-    tokens.train_from_iterator(
-        words, trainers.BpeTrainer(vocab_size=512, initial_alphabet=alphabet, show_progress=False)
-    )
+    tokens.train_from_iterator(words, trainers.BpeTrainer(vocab_size=512, initial_alphabet=alphabet, show_progress=False))
     tokens.add_tokens([f"<unused_{i}>" for i in range(512)])
     named = {"pad_token": "<pad>", "bos_token": "<|im_start|>", "eos_token": "<end_of_utterance>"}
     images = ["<fake_token_around_image>", "<image>", "<global-img>"]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, extra_special_tokens=images, **named)
     side, patch, width = {"longest_edge": 64}, 16, 96
     pictures = Idefics3ImageProcessorPil(
-        do_resize=False,
-        do_image_splitting=False,
-        size=side,
-        max_image_size=side,
-        image_mean=[0.5] * 3,
-        image_std=[0.5] * 3,
+        do_resize=False, do_image_splitting=False, size=side, max_image_size=side, image_mean=[0.5] * 3, image_std=[0.5] * 3
     )
     template = "{% for m in messages %}{% for c in m['content'] %}"
     template += "{% if c['type'] == 'image' %}<image>{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endfor %}"
@@ -296,21 +285,20 @@ def make_tiny(folder: Path, seed: int) -> None:
     vision = layers | {"image_size": 64, "patch_size": patch}
     image_id = tokenizer.convert_tokens_to_ids("<image>")
     config = Idefics3Config(
-        text_config=text,
-        vision_config=vision,
-        scale_factor=1,
-        image_token_id=image_id,
-        tie_word_embeddings=False,
-        **ids,
+        text_config=text, vision_config=vision, scale_factor=1, image_token_id=image_id, tie_word_embeddings=False, **ids
     )
     torch.manual_seed(seed)
     model = Idefics3ForConditionalGeneration(config)
-    with torch.no_grad():  # where things are is what this model must see: let positions be heard from the start
+    # What a pretrained model would know: that places in a picture differ, and that numbers next to each other are alike.
+    place = torch.linspace(-1.0, 1.0, 256)[:, None]
+    waves = torch.cos(place * torch.randn(width) * 4.0 + torch.rand(width) * 2 * math.pi)
+    numbers = slice(min(tokenizer.all_special_ids) - 256, min(tokenizer.all_special_ids))
+    with torch.no_grad():
         model.model.vision_model.embeddings.position_embedding.weight.mul_(5.0)
+        model.get_input_embeddings().weight[numbers] = 0.05 * waves
+        model.get_output_embeddings().weight[numbers] = 0.1 * waves
     model.save_pretrained(folder)
-    Idefics3Processor(pictures, tokenizer, image_seq_len=(64 // patch) ** 2, chat_template=template).save_pretrained(
-        folder
-    )
+    Idefics3Processor(pictures, tokenizer, image_seq_len=(64 // patch) ** 2, chat_template=template).save_pretrained(folder)
 
 
 class Agent(nn.Module):
@@ -378,9 +366,7 @@ class Agent(nn.Module):
         """In the model's own words for a user who shows a picture, if it has any."""
         if self.processor.chat_template:
             content = [{"type": "image"}, {"type": "text", "text": instruction}]
-            return self.processor.apply_chat_template(
-                [{"role": "user", "content": content}], add_generation_prompt=True
-            )
+            return self.processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
         return getattr(self.processor, "image_token", "") + instruction
 
     def see(self, obs: TensorDict) -> TensorDict:
@@ -400,17 +386,13 @@ class Agent(nn.Module):
         seen = {k: v.flatten(0, 1) if k in self.patches else v for k, v in obs.items() if k != "instruction"}
         count = self.chunk * self.size
         if tokens is not None:
-            out = self.model(
-                **self._follow(inputs, tokens[:, :-1]), **seen, logits_to_keep=count, output_hidden_states=True
-            )
+            out = self.model(**self._follow(inputs, tokens[:, :-1]), **seen, logits_to_keep=count, output_hidden_states=True)
             logits = out.logits[..., self.bins].float().log_softmax(-1)
             hidden = out.hidden_states[-1][:, -count]
         else:
             chosen, parts, cache, feed = [], [], None, inputs | seen
             for _ in range(count):
-                out = self.model(
-                    **feed, past_key_values=cache, use_cache=True, logits_to_keep=1, output_hidden_states=not chosen
-                )
+                out = self.model(**feed, past_key_values=cache, use_cache=True, logits_to_keep=1, output_hidden_states=not chosen)
                 hidden = hidden if chosen else out.hidden_states[-1][:, -1]
                 cache = out.past_key_values
                 parts.append(out.logits[:, -1, self.bins].float().log_softmax(-1))
@@ -483,18 +465,7 @@ def compute_gae(rewards, values, next_value, terminated, truncated, final_values
 
 
 def vla_loss(
-    newlogprob,
-    entropy,
-    newvalue,
-    prox_logprob,
-    logprob,
-    advantage,
-    returns,
-    clip_coef,
-    clip_coef_high,
-    cap,
-    ent_coef,
-    vf_coef,
+    newlogprob, entropy, newvalue, prox_logprob, logprob, advantage, returns, clip_coef, clip_coef_high, cap, ent_coef, vf_coef
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss summed over the samples, and the sums of what is logged (LOSSES).
 
@@ -517,9 +488,7 @@ LOSSES = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", 
 LOSSES = [f"losses/{k}" for k in (*LOSSES, "behaviour_weight", "behaviour_capped")]
 
 
-def collect(
-    agent: Agent, env: envs.VecEnv, obs: TensorDict, num_chunks: int, gamma: float, generator, stopped
-) -> dict | None:
+def collect(agent: Agent, env: envs.VecEnv, obs: TensorDict, num_chunks: int, gamma: float, generator, stopped) -> dict | None:
     """A rollout of [T, N] chunks that starts at `obs`, or None once `stopped()` says so.
 
     Chunks are carried out open loop: a row whose episode ends inside one is not `active` for the rest of it.
@@ -542,9 +511,7 @@ def collect(
             if (where := cut.nonzero().squeeze(1)).numel() and info["final_obs"] is not None:
                 final_obs.append(agent.see(info["final_obs"][where]))
                 final_rows.append(t * N + where)
-            stats = torch.stack(
-                [torch.ones_like(r), *(info["episode"][k].float() for k in ("return", "length", "success"))]
-            )
+            stats = torch.stack([torch.ones_like(r), *(info["episode"][k].float() for k in ("return", "length", "success"))])
             episodes += torch.where(ended | cut, stats, 0.0).double().sum(1)
             for name, x in info["metrics"].items():
                 metrics[name] = metrics.get(name, 0.0) + (x * active).sum()
@@ -555,13 +522,7 @@ def collect(
         row = {"obs": seen, "tokens": tokens, "logprob": logprob, "reward": reward, "steps": count}
         rows.append(TensorDict(row | {"terminated": terminated, "truncated": truncated}, [N]))
         seen = agent.see(obs)
-    rollout = {
-        "data": torch.stack(rows).contiguous(),
-        "next_seen": seen,
-        "obs": obs,
-        "episodes": episodes,
-        "metrics": metrics,
-    }
+    rollout = {"data": torch.stack(rows).contiguous(), "next_seen": seen, "obs": obs, "episodes": episodes, "metrics": metrics}
     if final_obs:
         rollout |= {"final_obs": torch.cat(final_obs), "final_rows": torch.cat(final_rows)}
     return rollout
@@ -683,9 +644,7 @@ class Collector:
 
 
 @torch.no_grad()
-def evaluate_policy(
-    agent: Agent, env: envs.VecEnv, accelerator: Accelerator, video: Path | None, shift: int = 0
-) -> dict:
+def evaluate_policy(agent: Agent, env: envs.VecEnv, accelerator: Accelerator, video: Path | None, shift: int = 0) -> dict:
     """One deterministic episode in each eval env of every rank; with `shift`, after being told another instruction."""
     agent.eval()
     obs, active = env.reset(), torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
@@ -854,13 +813,7 @@ def load_together(folders: list[Path], accelerator: Accelerator, fall_back: bool
 
 
 def load_trained(agent: Agent, folder: Path, weights: dict, about: dict, args: Args) -> None:
-    for name in (
-        "env_id",
-        "model_path",
-        "action_bins",
-        "action_chunk",
-        "lora_rank",
-    ):  # what gives the weights their meaning
+    for name in ("env_id", "model_path", "action_bins", "action_chunk", "lora_rank"):  # what gives the weights their meaning
         old, new = about["args"].get(name), getattr(args, name)
         if old != new:
             fail(f"{folder} was trained with {name} = {old}, not {new}: set --{name.replace('_', '-')} to match it")
@@ -978,10 +931,7 @@ def main(args: Args) -> None:
         load_trained(agent, folder, weights, about, args)
     generator = torch.Generator(device).manual_seed(args.seed + 1_000_003 * (rank + 1))  # other actions on every rank
     head = list(agent.value_head.parameters())
-    groups = [
-        {"params": [p for name, p in trainable(agent).items() if not name.startswith("value_head")]},
-        {"params": head},
-    ]
+    groups = [{"params": [p for name, p in trainable(agent).items() if not name.startswith("value_head")]}, {"params": head}]
     optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True)
     # Before `prepare`, which changes the forward of what it is given.
     inference = share_frozen(agent)
@@ -1134,17 +1084,12 @@ def main(args: Args) -> None:
             with torch.no_grad():
                 agent.eval()
                 parts = [agent(part["obs"], part["tokens"]) for part in batch.split(size)]
-                batch["prox_logprob"], batch["value"] = (
-                    torch.cat([p[1] for p in parts]),
-                    torch.cat([p[3] for p in parts]),
-                )
+                batch["prox_logprob"], batch["value"] = torch.cat([p[1] for p in parts]), torch.cat([p[3] for p in parts])
                 data, values = batch.view(T, N), batch["value"].view(T, N)
                 next_value = agent(rollout["next_seen"], blank[:N])[3]
                 if "final_obs" in rollout:
                     final_values = torch.zeros_like(batch["value"])
-                    final_values[rollout["final_rows"]] = agent(
-                        rollout["final_obs"], blank[: len(rollout["final_obs"])]
-                    )[3]
+                    final_values[rollout["final_rows"]] = agent(rollout["final_obs"], blank[: len(rollout["final_obs"])])[3]
                     final_values = final_values.view(T, N)
                 else:
                     final_values = values * data["truncated"]
@@ -1233,9 +1178,7 @@ def main(args: Args) -> None:
             metrics |= {"skipped_in_a_row": skipped_in_a_row, "checksum": 0.0}
             if args.check_interval and iteration % args.check_interval == 0:
                 metrics["checksum"] = checksum(parameters)
-            peak = (
-                torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
-            )
+            peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
             metrics["charts/memory_gb"] = peak / 1e9
             values = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in metrics.values()])
             on_ranks = dict(zip(metrics, accelerator.gather(values[None]).T.cpu()))  # [W] each

@@ -7,7 +7,7 @@ import torch
 
 import envs
 
-EMBEDDED = ["CartPole", "PushCube"]
+EMBEDDED = ["CartPole", "PushCube", "Tabletop"]
 GYM = ["gym/Reacher-v5", "gym/InvertedPendulum-v5", "gym/HalfCheetah-v5", "gym/CartPole-v1"]
 
 
@@ -291,3 +291,55 @@ def test_render(env_id):
     image = env.render()
     assert image.dtype == torch.uint8 and image.shape[0] == 2 and image.shape[3] == 3
     assert len(image.reshape(-1, 3).unique(dim=0)) >= 3
+
+
+def test_tabletop_expert_reaches_what_is_named():
+    env = envs.make("Tabletop", 300, seed=3)
+    env.reset()
+    active, success = torch.ones(300, dtype=torch.bool), torch.zeros(300)
+    while active.any():
+        _, _, terminated, truncated, info = env.step(env.expert_action(), active)
+        ended = active & (terminated | truncated)
+        success[ended] = info["episode"]["success"][ended]
+        active &= ~ended
+    assert success.all()
+
+
+def test_tabletop_tasks_and_places_are_evenly_drawn():
+    env = envs.make("Tabletop", 6000, seed=0)
+    obs = env.reset()
+    assert (obs["instruction"].bincount() - 2000).abs().max() < 150
+    blocks = env.state_dict()["state.blocks"]
+    apart = (blocks - blocks.roll(1, dims=1)).norm(dim=-1)
+    assert apart.min() > 0.4 and blocks.abs().max() < 0.9  # no two overlap, and all are on the table
+    assert blocks.mean(0).abs().max() < 0.02  # no colour has a place of its own
+    lengths = {len(text) for text in env.instructions}
+    assert len(lengths) == 1 and len({text.rsplit(" ", 1)[0] for text in env.instructions}) == 1
+
+
+@pytest.mark.parametrize("camera", ["wrist", "fixed"])
+def test_tabletop_pictures_show_the_blocks(camera):
+    """The middle of each colour's pixels is where that block is, as seen from the camera."""
+    env = envs.make("Tabletop", 20, seed=1, camera=camera)
+    rgb = env.reset()["rgb"].float()
+    state = env.state_dict()
+    origin = state["state.effector"] if camera == "wrist" else torch.zeros(20, 2)
+    line = (torch.arange(64) + 0.5) / 32 - 1.0
+    for i, channel in enumerate((0, 1, 2)):  # red, green, blue
+        others = [c for c in range(3) if c != channel]
+        mask = (rgb[..., channel] > 250) & (rgb[..., others] < 5).all(-1)
+        whole = mask.flatten(1).sum(1) >= 121  # not cut by the picture's edge: 0.36 m are 11 or 12 pixels
+        x = (mask * line).sum((1, 2)) / mask.sum((1, 2))
+        y = (mask * line.flip(0)[:, None]).sum((1, 2)) / mask.sum((1, 2))
+        seen = torch.stack([x, y], 1) + origin
+        torch.testing.assert_close(seen[whole], state["state.blocks"][whole, i], atol=0.035, rtol=0)
+        assert whole.sum() > 10
+
+
+def test_tabletop_pays_for_progress_to_the_named_block():
+    env = envs.make("Tabletop", 50, seed=2)
+    env.reset()
+    _, reward, _, _, info = env.step(env.expert_action())
+    torch.testing.assert_close(reward, torch.full((50,), 0.5), atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match="wrist and a fixed camera"):
+        envs.make("Tabletop", 1, camera="head")
