@@ -46,7 +46,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tensordict import TensorDict
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from transformers import logging as transformers_logging
 
 import envs
@@ -209,8 +209,12 @@ def check_model(args: Args) -> None:
         fail(f"--lora-rank must be 1 or more, not {args.lora_rank}: leave it out to train all weights")
     batch = args.num_envs * args.num_chunks
     if batch % args.num_minibatches or (batch // args.num_minibatches) % args.gradient_accumulation:
-        parts = f"--num-minibatches {args.num_minibatches} of --gradient-accumulation {args.gradient_accumulation} parts"
-        fail(f"--num-envs {args.num_envs} x --num-chunks {args.num_chunks} = {batch} samples do not divide into {parts}")
+        parts = (
+            f"--num-minibatches {args.num_minibatches} of --gradient-accumulation {args.gradient_accumulation} parts"
+        )
+        fail(
+            f"--num-envs {args.num_envs} x --num-chunks {args.num_chunks} = {batch} samples do not divide into {parts}"
+        )
 
 
 def launch(args: Args) -> Accelerator:
@@ -267,14 +271,21 @@ def make_tiny(folder: Path, seed: int) -> None:
     tokens.pre_tokenizer, tokens.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     words = envs.make("Tabletop", 1).instructions  # they become one token a word; anything else is spelt byte by byte
-    tokens.train_from_iterator(words, trainers.BpeTrainer(vocab_size=512, initial_alphabet=alphabet, show_progress=False))
+    tokens.train_from_iterator(
+        words, trainers.BpeTrainer(vocab_size=512, initial_alphabet=alphabet, show_progress=False)
+    )
     tokens.add_tokens([f"<unused_{i}>" for i in range(512)])
     named = {"pad_token": "<pad>", "bos_token": "<|im_start|>", "eos_token": "<end_of_utterance>"}
     images = ["<fake_token_around_image>", "<image>", "<global-img>"]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, extra_special_tokens=images, **named)
     side, patch, width = {"longest_edge": 64}, 16, 96
     pictures = Idefics3ImageProcessorPil(
-        do_resize=False, do_image_splitting=False, size=side, max_image_size=side, image_mean=[0.5] * 3, image_std=[0.5] * 3
+        do_resize=False,
+        do_image_splitting=False,
+        size=side,
+        max_image_size=side,
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
     )
     template = "{% for m in messages %}{% for c in m['content'] %}"
     template += "{% if c['type'] == 'image' %}<image>{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endfor %}"
@@ -285,11 +296,16 @@ def make_tiny(folder: Path, seed: int) -> None:
     vision = layers | {"image_size": 64, "patch_size": patch}
     image_id = tokenizer.convert_tokens_to_ids("<image>")
     config = Idefics3Config(
-        text_config=text, vision_config=vision, scale_factor=1, image_token_id=image_id, tie_word_embeddings=False, **ids
+        text_config=text,
+        vision_config=vision,
+        scale_factor=1,
+        image_token_id=image_id,
+        tie_word_embeddings=False,
+        **ids,
     )
     torch.manual_seed(seed)
     model = Idefics3ForConditionalGeneration(config)
-    # What a pretrained model would know: that places in a picture differ, and that numbers next to each other are alike.
+    # What a pretrained model would know: that places in a picture differ, and that numbers have an order.
     place = torch.linspace(-1.0, 1.0, 256)[:, None]
     waves = torch.cos(place * torch.randn(width) * 4.0 + torch.rand(width) * 2 * math.pi)
     numbers = slice(min(tokenizer.all_special_ids) - 256, min(tokenizer.all_special_ids))
@@ -298,7 +314,38 @@ def make_tiny(folder: Path, seed: int) -> None:
         model.get_input_embeddings().weight[numbers] = 0.05 * waves
         model.get_output_embeddings().weight[numbers] = 0.1 * waves
     model.save_pretrained(folder)
-    Idefics3Processor(pictures, tokenizer, image_seq_len=(64 // patch) ** 2, chat_template=template).save_pretrained(folder)
+    Idefics3Processor(pictures, tokenizer, image_seq_len=(64 // patch) ** 2, chat_template=template).save_pretrained(
+        folder
+    )
+
+
+class PlainProcessor:
+    """Tokenizer and image processor side by side, where the processor cannot be loaded whole: that of Qwen2.5-VL wants
+    torchvision for its videos. An image token becomes as many as the picture has patches after merging."""
+
+    def __init__(self, path: str):
+        self.tokenizer, self.image_processor = (
+            AutoTokenizer.from_pretrained(path),
+            AutoImageProcessor.from_pretrained(path),
+        )
+        self.chat_template, config = self.tokenizer.chat_template, AutoConfig.from_pretrained(path)
+        self.image_token_id = config.image_token_id
+        self.image_token = self.tokenizer.convert_ids_to_tokens(self.image_token_id)
+
+    def apply_chat_template(self, messages: list[dict], **options) -> str:
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+
+    def __call__(self, text: list[str], images: list, **options) -> dict:
+        seen = self.image_processor(images, return_tensors="pt")
+        counts = seen["image_grid_thw"].prod(-1) // self.image_processor.merge_size**2
+        text = [t.replace(self.image_token, self.image_token * int(n)) for t, n in zip(text, counts)]
+        tokens = self.tokenizer(text, **options)
+        tokens["mm_token_type_ids"] = (tokens["input_ids"] == self.image_token_id).long()
+        return {**tokens, **seen}
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.tokenizer.save_pretrained(folder)
+        self.image_processor.save_pretrained(folder)
 
 
 class Agent(nn.Module):
@@ -313,7 +360,10 @@ class Agent(nn.Module):
         # Frozen weights are kept as small as they are computed with; what is trained stays in fp32.
         small = args.mixed_precision == "bf16" and args.lora_rank
         model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.bfloat16 if small else torch.float32)
-        self.processor = AutoProcessor.from_pretrained(path)
+        try:
+            self.processor = AutoProcessor.from_pretrained(path)
+        except (ImportError, AttributeError):
+            self.processor = PlainProcessor(path)
         tokenizer = self.processor.tokenizer
 
         # The prompt of each instruction, around a picture of the size that the env gives.
@@ -356,7 +406,7 @@ class Agent(nn.Module):
                 p.requires_grad_(name not in vision)
         if args.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.model = model
+        self.model, self.positions = model, [m for m in model.modules() if hasattr(m, "rope_deltas")]
         width = model.get_input_embeddings().weight.shape[1]
         self.value_head = nn.Sequential(
             layer_init(nn.Linear(width, 256)), nn.Tanh(), layer_init(nn.Linear(256, 1), std=0.1)
@@ -366,7 +416,9 @@ class Agent(nn.Module):
         """In the model's own words for a user who shows a picture, if it has any."""
         if self.processor.chat_template:
             content = [{"type": "image"}, {"type": "text", "text": instruction}]
-            return self.processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+            return self.processor.apply_chat_template(
+                [{"role": "user", "content": content}], add_generation_prompt=True
+            )
         return getattr(self.processor, "image_token", "") + instruction
 
     def see(self, obs: TensorDict) -> TensorDict:
@@ -386,13 +438,17 @@ class Agent(nn.Module):
         seen = {k: v.flatten(0, 1) if k in self.patches else v for k, v in obs.items() if k != "instruction"}
         count = self.chunk * self.size
         if tokens is not None:
-            out = self.model(**self._follow(inputs, tokens[:, :-1]), **seen, logits_to_keep=count, output_hidden_states=True)
+            out = self.model(
+                **self._follow(inputs, tokens[:, :-1]), **seen, logits_to_keep=count, output_hidden_states=True
+            )
             logits = out.logits[..., self.bins].float().log_softmax(-1)
             hidden = out.hidden_states[-1][:, -count]
         else:
             chosen, parts, cache, feed = [], [], None, inputs | seen
             for _ in range(count):
-                out = self.model(**feed, past_key_values=cache, use_cache=True, logits_to_keep=1, output_hidden_states=not chosen)
+                out = self.model(
+                    **feed, past_key_values=cache, use_cache=True, logits_to_keep=1, output_hidden_states=not chosen
+                )
                 hidden = hidden if chosen else out.hidden_states[-1][:, -1]
                 cache = out.past_key_values
                 parts.append(out.logits[:, -1, self.bins].float().log_softmax(-1))
@@ -400,7 +456,12 @@ class Agent(nn.Module):
                 noise = torch.empty_like(parts[-1]).exponential_(generator=generator).log()
                 chosen.append((parts[-1] if deterministic else parts[-1] - noise).argmax(-1))
                 feed = self._follow(inputs, torch.stack(chosen, 1))
-                feed["input_ids"] = feed["input_ids"][:, -1:]
+                if (
+                    self.positions
+                ):  # Qwen counts in three dimensions, and leaves the count of what follows to its caller
+                    place = feed["attention_mask"].sum(-1, keepdim=True) - 1 + self.positions[0].rope_deltas
+                    feed["position_ids"] = place.expand(3, -1, -1)
+                feed |= {k: feed[k][:, -1:] for k in inputs if k != "attention_mask"}
             tokens, logits = torch.stack(chosen, 1), torch.stack(parts, 1)
         logprob = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).sum(-1)
         value = self.value_head(hidden.float()).squeeze(-1)
@@ -465,12 +526,23 @@ def compute_gae(rewards, values, next_value, terminated, truncated, final_values
 
 
 def vla_loss(
-    newlogprob, entropy, newvalue, prox_logprob, logprob, advantage, returns, clip_coef, clip_coef_high, cap, ent_coef, vf_coef
+    newlogprob,
+    entropy,
+    newvalue,
+    prox_logprob,
+    logprob,
+    advantage,
+    returns,
+    clip_coef,
+    clip_coef_high,
+    cap,
+    ent_coef,
+    vf_coef,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss summed over the samples, and the sums of what is logged (LOSSES).
 
-    Decoupled PPO: the ratio that is clipped is to the proximal policy, the one that this update starts from, and a weight
-    makes up for the data being an older one's. With nothing stale the weight is 1, and this is PPO.
+    Decoupled PPO: the ratio that is clipped is to the proximal policy, from which this update starts, and a weight makes
+    up for the data being an older one's. With nothing stale the weight is 1, and this is PPO.
     """
     logratio = newlogprob - prox_logprob
     ratio = logratio.exp()
@@ -488,7 +560,9 @@ LOSSES = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", 
 LOSSES = [f"losses/{k}" for k in (*LOSSES, "behaviour_weight", "behaviour_capped")]
 
 
-def collect(agent: Agent, env: envs.VecEnv, obs: TensorDict, num_chunks: int, gamma: float, generator, stopped) -> dict | None:
+def collect(
+    agent: Agent, env: envs.VecEnv, obs: TensorDict, num_chunks: int, gamma: float, generator, stopped
+) -> dict | None:
     """A rollout of [T, N] chunks that starts at `obs`, or None once `stopped()` says so.
 
     Chunks are carried out open loop: a row whose episode ends inside one is not `active` for the rest of it.
@@ -511,7 +585,9 @@ def collect(agent: Agent, env: envs.VecEnv, obs: TensorDict, num_chunks: int, ga
             if (where := cut.nonzero().squeeze(1)).numel() and info["final_obs"] is not None:
                 final_obs.append(agent.see(info["final_obs"][where]))
                 final_rows.append(t * N + where)
-            stats = torch.stack([torch.ones_like(r), *(info["episode"][k].float() for k in ("return", "length", "success"))])
+            stats = torch.stack(
+                [torch.ones_like(r), *(info["episode"][k].float() for k in ("return", "length", "success"))]
+            )
             episodes += torch.where(ended | cut, stats, 0.0).double().sum(1)
             for name, x in info["metrics"].items():
                 metrics[name] = metrics.get(name, 0.0) + (x * active).sum()
@@ -522,7 +598,13 @@ def collect(agent: Agent, env: envs.VecEnv, obs: TensorDict, num_chunks: int, ga
         row = {"obs": seen, "tokens": tokens, "logprob": logprob, "reward": reward, "steps": count}
         rows.append(TensorDict(row | {"terminated": terminated, "truncated": truncated}, [N]))
         seen = agent.see(obs)
-    rollout = {"data": torch.stack(rows).contiguous(), "next_seen": seen, "obs": obs, "episodes": episodes, "metrics": metrics}
+    rollout = {
+        "data": torch.stack(rows).contiguous(),
+        "next_seen": seen,
+        "obs": obs,
+        "episodes": episodes,
+        "metrics": metrics,
+    }
     if final_obs:
         rollout |= {"final_obs": torch.cat(final_obs), "final_rows": torch.cat(final_rows)}
     return rollout
@@ -537,8 +619,8 @@ def share_frozen(agent: Agent) -> Agent:
 class Collector:
     """Makes rollouts in a thread of its own, with a private policy, private envs and a private generator.
 
-    Rollout n starts when n <= version + max_staleness, and n < limit: at most max_staleness + 1 of them are under way or
-    waiting to be used, none is dropped and none used twice. The thread makes no collective and touches no tracker, no
+    Rollout n starts when n <= version + max_staleness, and n < limit: at most max_staleness + 1 are under way or waiting
+    to be used, none is dropped and none used twice. The thread makes no collective and touches no tracker, no
     accelerator and no env but its own.
     """
 
@@ -644,7 +726,9 @@ class Collector:
 
 
 @torch.no_grad()
-def evaluate_policy(agent: Agent, env: envs.VecEnv, accelerator: Accelerator, video: Path | None, shift: int = 0) -> dict:
+def evaluate_policy(
+    agent: Agent, env: envs.VecEnv, accelerator: Accelerator, video: Path | None, shift: int = 0
+) -> dict:
     """One deterministic episode in each eval env of every rank; with `shift`, after being told another instruction."""
     agent.eval()
     obs, active = env.reset(), torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
@@ -813,7 +897,13 @@ def load_together(folders: list[Path], accelerator: Accelerator, fall_back: bool
 
 
 def load_trained(agent: Agent, folder: Path, weights: dict, about: dict, args: Args) -> None:
-    for name in ("env_id", "model_path", "action_bins", "action_chunk", "lora_rank"):  # what gives the weights their meaning
+    for name in (
+        "env_id",
+        "model_path",
+        "action_bins",
+        "action_chunk",
+        "lora_rank",
+    ):  # what gives the weights their meaning
         old, new = about["args"].get(name), getattr(args, name)
         if old != new:
             fail(f"{folder} was trained with {name} = {old}, not {new}: set --{name.replace('_', '-')} to match it")
@@ -931,7 +1021,10 @@ def main(args: Args) -> None:
         load_trained(agent, folder, weights, about, args)
     generator = torch.Generator(device).manual_seed(args.seed + 1_000_003 * (rank + 1))  # other actions on every rank
     head = list(agent.value_head.parameters())
-    groups = [{"params": [p for name, p in trainable(agent).items() if not name.startswith("value_head")]}, {"params": head}]
+    groups = [
+        {"params": [p for name, p in trainable(agent).items() if not name.startswith("value_head")]},
+        {"params": head},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True)
     # Before `prepare`, which changes the forward of what it is given.
     inference = share_frozen(agent)
@@ -1084,12 +1177,17 @@ def main(args: Args) -> None:
             with torch.no_grad():
                 agent.eval()
                 parts = [agent(part["obs"], part["tokens"]) for part in batch.split(size)]
-                batch["prox_logprob"], batch["value"] = torch.cat([p[1] for p in parts]), torch.cat([p[3] for p in parts])
+                batch["prox_logprob"], batch["value"] = (
+                    torch.cat([p[1] for p in parts]),
+                    torch.cat([p[3] for p in parts]),
+                )
                 data, values = batch.view(T, N), batch["value"].view(T, N)
                 next_value = agent(rollout["next_seen"], blank[:N])[3]
                 if "final_obs" in rollout:
                     final_values = torch.zeros_like(batch["value"])
-                    final_values[rollout["final_rows"]] = agent(rollout["final_obs"], blank[: len(rollout["final_obs"])])[3]
+                    final_values[rollout["final_rows"]] = agent(
+                        rollout["final_obs"], blank[: len(rollout["final_obs"])]
+                    )[3]
                     final_values = final_values.view(T, N)
                 else:
                     final_values = values * data["truncated"]
@@ -1178,7 +1276,9 @@ def main(args: Args) -> None:
             metrics |= {"skipped_in_a_row": skipped_in_a_row, "checksum": 0.0}
             if args.check_interval and iteration % args.check_interval == 0:
                 metrics["checksum"] = checksum(parameters)
-            peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
+            peak = (
+                torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
+            )
             metrics["charts/memory_gb"] = peak / 1e9
             values = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in metrics.values()])
             on_ranks = dict(zip(metrics, accelerator.gather(values[None]).T.cpu()))  # [W] each

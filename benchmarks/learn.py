@@ -34,7 +34,7 @@ RUNS = {
     "cartpole": ("python ppo_ddp.py --env-id CartPole --eval-interval 25000", 3, "eval/success_rate"),
     "cartpole_2ranks": (f"{TWO} ppo_ddp.py --env-id CartPole --eval-interval 25000", 3, "eval/success_rate"),
     "grpo_pushcube": ("python grpo_ddp.py --eval-interval 50000", 5, "eval/success_rate"),
-    "grpo_pushcube_2ranks": (f"{TWO} grpo_ddp.py --eval-interval 50000", 3, "eval/success_rate"),
+    "grpo_pushcube_2ranks": (f"{TWO} grpo_ddp.py --num-envs 128 --eval-interval 50000", 3, "eval/success_rate"),
     "grpo_pushcube_long": (
         "python grpo_ddp.py --total-timesteps 3000000 --eval-interval 150000",
         5,

@@ -13,6 +13,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
+os.environ["HF_HUB_OFFLINE"] = "1"  # read by transformers when it is imported
 
 
 def clean_env(**extra: str) -> dict[str, str]:

@@ -1,0 +1,579 @@
+"""ppo_vla_async.py: the policy on real transformers models, chunks, the collector thread, faults and resume."""
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import gymnasium as gym
+import pytest
+import torch
+import transformers
+import tyro
+from conftest import Process, run, script
+from tensordict import TensorDict
+from test_resume import assert_same, checkpoint, cut_back, newest, scores, wait_for
+from torch import nn
+
+import envs
+import ppo_vla_async as vla
+from ppo_vla_async import LOSSES, Agent, Args, Collector, collect, compute_gae, share_frozen, trainable, vla_loss
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+SMALL = {"num_envs": 4, "num_chunks": 4, "num_minibatches": 2, "update_epochs": 1, "eval_episodes": 2}
+SMALL |= {"bc_updates": 2, "bc_episodes": 4, "bc_batch": 4, "total_timesteps": 64, "value_warmup": 0}
+
+
+def small(tmp_path, **changes) -> Args:
+    return Args(**({"output_dir": str(tmp_path), "run_name": "run"} | SMALL | changes))
+
+
+def options(**changes) -> list[str]:
+    return [w for k, v in (SMALL | changes).items() for w in (f"--{k.replace('_', '-')}", str(v))]
+
+
+def collectors() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "collector"]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left_behind():
+    yield
+    assert not collectors()
+
+
+# ---- Models: small and random, but of the real classes, in folders as any checkpoint
+
+
+def tokenizer(*images: str):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokens = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(alphabet))}, merges=[]))
+    tokens.pre_tokenizer, tokens.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokens.add_tokens([f"<unused_{i}>" for i in range(300)])
+    named = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, extra_special_tokens=list(images), **named)
+
+
+def ids(tokens) -> dict:
+    return {
+        "pad_token_id": tokens.pad_token_id,
+        "bos_token_id": tokens.bos_token_id,
+        "eos_token_id": tokens.eos_token_id,
+    }
+
+
+LAYERS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def make_idefics3(folder: Path) -> None:
+    vla.make_tiny(folder, 1)
+
+
+def make_paligemma(folder: Path) -> None:
+    pictures = transformers.SiglipImageProcessorPil(size={"height": 32, "width": 32})
+    pictures.image_seq_length = 4
+    processor = transformers.PaliGemmaProcessor(pictures, tokenizer("<image>"))
+    tokens = processor.tokenizer
+    heads = {"num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.2}
+    text = LAYERS | heads | ids(tokens) | {"model_type": "gemma", "vocab_size": len(tokens)}
+    vision = LAYERS | {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 16, "projection_dim": 32}
+    image = tokens.convert_tokens_to_ids("<image>")
+    config = transformers.PaliGemmaConfig(
+        text_config=text, vision_config=vision, image_token_id=image, projection_dim=32, hidden_size=32
+    )
+    torch.manual_seed(0)
+    transformers.PaliGemmaForConditionalGeneration(config).save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def make_qwen(folder: Path) -> None:
+    """Its processor wants torchvision for videos; tokenizer and image processor are there without it."""
+    tokens = tokenizer("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+    tokens.chat_template = (
+        "{% for m in messages %}{% for c in m['content'] %}{% if c['type'] == 'image' %}"
+        "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endfor %}"
+    )
+    pictures = transformers.Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, min_pixels=32**2, max_pixels=32**2)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    text = LAYERS | ids(tokens) | {"vocab_size": len(tokens), "num_key_value_heads": 1, "rope_parameters": rope}
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 32}
+    vision |= {"patch_size": 8, "window_size": 32, "fullatt_block_indexes": [1]}
+    names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+    names |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+    special = {k: tokens.convert_tokens_to_ids(v) for k, v in names.items()}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text | {"initializer_range": 0.2}, vision_config=vision, initializer_range=0.2, **special
+    )
+    torch.manual_seed(0)
+    for part in (transformers.Qwen2_5_VLForConditionalGeneration(config), tokens, pictures):
+        part.save_pretrained(folder)
+
+
+MODELS = {"idefics3": make_idefics3, "paligemma": make_paligemma, "qwen2_5_vl": make_qwen}
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """The folder of each model, made when it is first asked for."""
+    made = {}
+
+    def folder(name: str) -> str:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("models") / name
+            MODELS[name](made[name])
+        return str(made[name])
+
+    return folder
+
+
+@pytest.mark.parametrize("lora_rank", [None, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_sampled_and_scored_probabilities_agree(folders, name, lora_rank):
+    """Drawn token by token with the cache, and scored in one pass: the same, also for prompts of different lengths."""
+    env = envs.make("Tabletop", 6, seed=1)
+    env.instructions = ["reach the block that is ruby", "lime", "go to the block that is at the left"]
+    torch.manual_seed(0)
+    agent = Agent(env, folders(name), Args(action_chunk=2, lora_rank=lora_rank)).eval()
+    for key, p in agent.named_parameters():
+        if "lora_B" in key:  # zero at the start: then an adapter does nothing
+            nn.init.normal_(p, std=0.1)
+    assert agent.prompt_attention_mask.sum(1).unique().numel() == 3
+    seen, generator = agent.see(env.reset()), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        tokens, logprob, entropy, value = agent(seen, generator=generator)
+        again = agent(seen, tokens)
+        greedy = agent(seen, deterministic=True)[0]
+    assert tokens.shape == (6, 4) and len(logprob.unique()) == 6 and 0 < entropy.min() < 4 * math.log(256)
+    for one, two in zip((logprob, entropy, value), again[1:]):
+        torch.testing.assert_close(one, two, atol=1e-5, rtol=0)
+    assert agent(seen, greedy)[1].ge(agent(seen, tokens)[1] - 1e-4).any()
+    # What the log-probability is of: the model's own logits after the tokens before, over the bins alone.
+    if name == "idefics3" and lora_rank is None:
+        row = torch.cat([agent.prompt_input_ids[seen["instruction"][:1]], agent.bins[tokens[:1, :2]]], 1)
+        mask = torch.cat([agent.prompt_attention_mask[seen["instruction"][:1]], torch.ones(1, 2, dtype=torch.int64)], 1)
+        pictures = {k: v[:1] for k, v in seen.items() if k != "instruction"}
+        with torch.no_grad():
+            logits = agent.model(input_ids=row, attention_mask=mask, **pictures).logits[0, -3:, agent.bins]
+            three = logits.log_softmax(-1).gather(1, tokens[0, :3, None]).sum()
+            fourth = agent(seen[:1], tokens[:1])[1] - three
+        assert -20 < fourth < 0
+
+
+def test_prompts_and_pictures_reach_the_model(folders):
+    """Another instruction, another picture: another distribution."""
+    env = envs.make("Tabletop", 4, seed=1)
+    agent = Agent(env, folders("idefics3"), Args()).eval()
+    obs = env.reset()
+    tokens = torch.full((4, 2), 100)
+    with torch.no_grad():
+        base = agent(agent.see(obs), tokens)[1]
+        other = obs.clone()
+        other["instruction"] = (obs["instruction"] + 1) % 3
+        assert (agent(agent.see(other), tokens)[1] - base).abs().min() > 1e-6
+        other = obs.clone()
+        other["rgb"] = obs["rgb"].roll(1, 0)
+        assert (agent(agent.see(other), tokens)[1] - base).abs().min() > 1e-6
+
+
+def test_actions_and_tokens_are_inverse(folders):
+    agent = Agent(envs.make("Tabletop", 1), folders("idefics3"), Args(action_chunk=3))
+    tokens = torch.randint(256, (50, 6))
+    actions = agent.actions(tokens)
+    assert actions.shape == (50, 3, 2) and actions.abs().max() < 1
+    assert torch.equal(agent.tokens(actions), tokens)
+    assert torch.equal(agent.tokens(torch.tensor([[[-5.0, 5.0]] * 3])), torch.tensor([[0, 255] * 3]))
+    special = set(agent.processor.tokenizer.all_special_ids)
+    assert not special & set(agent.bins.tolist()) and len(agent.bins.unique()) == 256
+    assert not set(agent.bins.tolist()) & set(agent.prompt_input_ids.unique().tolist())
+
+
+@pytest.mark.parametrize("name", ["paligemma", "qwen2_5_vl"])
+def test_other_models_train_from_their_folder(tmp_path, folders, name):
+    vla.main(
+        small(tmp_path, model_path=folders(name), total_timesteps=32, action_chunk=2, lora_rank=2, freeze_vision=True)
+    )
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["charts/trainable_parameters"] < summary["charts/total_parameters"]
+    assert math.isfinite(summary["losses/policy_loss"])
+
+
+# ---- Chunks
+
+
+class Line(envs.VecEnv):
+    """Env i earns step + 1 at each step and ends after 3 + i steps: by success where i is even, else by the clock."""
+
+    def __init__(self, num_envs=3):
+        self.num_envs, self.device, self.max_episode_steps = num_envs, torch.device("cpu"), 8
+        self.single_action_space, self.calls = gym.spaces.Box(-1.0, 1.0, (1,)), 0
+        self.length = 3 + torch.arange(num_envs)
+
+    def _obs(self):
+        return TensorDict({"rgb": self.clock[:, None].clone(), "instruction": self.episode.clone()}, [self.num_envs])
+
+    def reset(self, episode=0):
+        self.clock, self.episode = torch.zeros(2, self.num_envs, dtype=torch.int64)
+        return self._obs()
+
+    def step(self, action, active=None):
+        self.calls += 1
+        self.clock += active
+        reward = self.clock.float()  # also of rows that are not active: nobody may count it
+        done = (self.clock >= self.length) & active
+        even = torch.arange(self.num_envs) % 2 == 0
+        final = self._obs()
+        episode = {"return": self.clock.float(), "length": self.clock.clone(), "success": even.float()}
+        self.clock[done], self.episode = 0, self.episode + done
+        return self._obs(), reward, done & even, done & ~even, {"final_obs": final, "episode": episode, "metrics": {}}
+
+
+class Toy(nn.Module):
+    """A policy of another kind: all that the collector asks for."""
+
+    def __init__(self, chunk=2):
+        super().__init__()
+        self.chunk, self.size, self.weight = chunk, 1, nn.Parameter(torch.zeros(1))
+
+    def see(self, obs):
+        return TensorDict({"x": obs["rgb"].float(), "instruction": obs["instruction"]}, obs.batch_size)
+
+    def forward(self, obs, tokens=None, deterministic=False, generator=None):
+        n = obs.batch_size[0]
+        tokens = torch.randint(9, (n, self.chunk), generator=generator) if tokens is None else tokens
+        return tokens, torch.zeros(n) + self.weight, torch.zeros(n), obs["x"][:, 0]
+
+    def actions(self, tokens):
+        return tokens[..., None].float()
+
+
+def test_a_chunk_by_hand():
+    """Chunks of two: rewards of the steps carried out, their number, ends inside a chunk, final observations."""
+    env = Line()
+    rollout = collect(Toy(2), env, env.reset(), 3, 0.5, None, lambda: False)
+    data = rollout["data"]
+    # env 0 ends at step 3 (success), env 1 at step 4 (clock), env 2 at step 5 (success); rewards 1, 2, 3, ...
+    assert data["steps"].T.tolist() == [[2, 1, 2], [2, 2, 2], [2, 2, 1]]
+    expected = [[1 + 1.0, 3.0, 1 + 1.0], [2.0, 3 + 2.0, 2.0], [2.0, 5.0, 5.0]]
+    assert data["reward"].T.tolist() == expected
+    assert data["terminated"].T.tolist() == [[False, True, False], [False] * 3, [False, False, True]]
+    assert data["truncated"].T.tolist() == [[False] * 3, [False, True, False], [False] * 3]
+    assert rollout["final_rows"].tolist() == [1 * 3 + 1] and rollout["final_obs"]["x"].tolist() == [[4.0]]
+    assert rollout["episodes"].tolist() == [3, 3 + 4 + 5, 3 + 4 + 5, 2]
+    assert data["obs"]["x"][:, 0, 0].tolist() == [0, 2, 0]  # held at the new episode's start until the chunk is over
+    values, steps = data["obs"]["x"][..., 0], data["steps"]
+    final = torch.zeros(3, 3)
+    final[1, 1] = 4.0
+    advantages = compute_gae(
+        data["reward"],
+        values,
+        torch.tensor([2.0, 2.0, 0.0]),
+        data["terminated"],
+        data["truncated"],
+        final,
+        0.5**steps,
+        0.9,
+    )
+    assert advantages[1, 0] == 3.0 - 2.0  # success: nothing follows
+    assert advantages[1, 1] == 5.0 + 0.25 * 4.0 - 2.0  # the clock: the value of the last observation, two steps on
+    torch.testing.assert_close(advantages[0, 1], 2.0 + 0.25 * 2.0 - 0.0 + 0.25 * 0.9 * advantages[1, 1])
+
+
+# ---- Loss
+
+
+def test_with_nothing_stale_the_loss_is_that_of_ppo():
+    import ppo_ddp
+
+    g = torch.Generator().manual_seed(0)
+    new, old, advantage, value, returns, entropy = torch.randn(6, 32, generator=g) * 0.3
+    zero = torch.zeros(32)
+    mine, logged = vla_loss(new, entropy, zero, old, old, advantage, zero, 0.2, 0.2, 5.0, 0.01, 0.0)
+    theirs, _ = ppo_ddp.ppo_loss(new, entropy, zero, old, advantage, zero, zero, 0.2, 0.01, 0.0, False)
+    torch.testing.assert_close(mine, theirs)
+    logged = dict(zip(LOSSES, logged.tolist()))
+    assert logged["losses/behaviour_weight"] == 32 and logged["losses/behaviour_capped"] == 0
+
+
+def test_stale_data_is_weighted_and_capped():
+    new = torch.tensor([0.0, 0.0], requires_grad=True)
+    behaviour, advantage, zero = torch.tensor([-1.0, -3.0]), torch.ones(2), torch.zeros(2)
+    loss, logged = vla_loss(new, zero, zero, zero, behaviour, advantage, zero, 0.2, 0.28, 5.0, 0.0, 0.0)
+    (slope,) = torch.autograd.grad(loss, new)
+    torch.testing.assert_close(slope, -torch.tensor([math.e, 5.0]))
+    assert dict(zip(LOSSES, logged.tolist()))["losses/behaviour_capped"] == 1
+
+
+# ---- The collector
+
+
+def toy_args(**changes) -> Args:
+    return Args(num_chunks=2, gamma=0.9, **changes)
+
+
+def test_thousands_of_rollouts_with_random_delays():
+    """Staleness never above 2, every rollout used once and in order, every env step counted."""
+    env, generator, pace = Line(2), torch.Generator().manual_seed(0), random.Random(0)
+    step = env.step
+
+    def slow_step(*a):
+        if pace.random() < 0.02:
+            time.sleep(pace.random() * 0.004)
+        return step(*a)
+
+    env.step = slow_step
+    agent = Toy(1)
+    steps = staleness = 0
+    learner = random.Random(1)
+    seen = []
+    with Collector(share_frozen(agent), env, generator, toy_args(max_staleness=2)) as collector:
+        collector.start(agent, env.reset(), 0)
+        for n in range(3000):
+            rollout = collector.get()
+            assert n - 2 <= rollout["version"] <= n
+            assert torch.all(rollout["data"]["logprob"] == float(rollout["version"]))  # all of it from one version
+            staleness = max(staleness, n - rollout["version"])
+            steps += int(rollout["data"]["steps"].sum())
+            seen.append(rollout["data"]["obs"]["x"][0].clone())
+            if learner.random() < 0.05:
+                time.sleep(learner.random() * 0.004)
+            with torch.no_grad():
+                agent.weight += 1.0
+            assert len(collector.queue) <= 2
+            if n == 2999 - 2:
+                collector.rest(3000)
+            collector.publish(agent)
+        assert collector.started == 3000 and not collector.queue
+        assert steps == 2 * env.calls == 2 * 2 * 3000  # two envs, two chunks of one step
+    assert staleness == 2
+    plain = Line(2)
+    obs = plain.reset()
+    for x in seen:  # the same rollouts that one thread makes one after the other: none lost, none twice
+        assert torch.equal(x, obs["rgb"].float())
+        for _ in range(2):
+            obs = plain.step(None, torch.ones(2, dtype=torch.bool))[0]
+
+
+class Plain(Collector):
+    """The same without a thread: a rollout is made when it is asked for."""
+
+    def start(self, agent, obs, iteration):
+        self.obs, self.started, self.version = obs, iteration, iteration - 1
+        self.publish(agent)
+
+    def get(self):
+        with torch.no_grad():
+            self._collect_one()
+        return self.queue.popleft()
+
+
+def test_without_staleness_threads_change_nothing(tmp_path, monkeypatch):
+    """max_staleness 0 equals a plain synchronous loop, bit for bit."""
+    vla.main(small(tmp_path, run_name="threads", max_staleness=0, total_timesteps=96))
+    monkeypatch.setattr(vla, "Collector", Plain)
+    vla.main(small(tmp_path, run_name="plain", max_staleness=0, total_timesteps=96))
+    one, two = (checkpoint(newest(tmp_path / name)) for name in ("threads", "plain"))
+    assert_same(one, two)
+    drop = ("charts/queue_length", "charts/memory_gb")
+    metrics = [{k: v for k, v in scores(tmp_path / name).items() if k not in drop} for name in ("threads", "plain")]
+    assert_same(*metrics)
+
+
+def test_frozen_weights_are_shared_and_trained_ones_are_not(tmp_path, folders):
+    """Copy and snapshot together cost twice the trainable weights, and nothing else."""
+    env = envs.make("Tabletop", 2)
+    agent = Agent(env, folders("idefics3"), Args(lora_rank=2))
+    copied = share_frozen(agent)
+    collector = Collector(copied, env, torch.Generator(), Args())
+    mine = {p.data_ptr() for p in [*agent.parameters(), *agent.buffers()]}
+    added = [p for p in [*copied.parameters(), *copied.buffers(), *collector.snapshot] if p.data_ptr() not in mine]
+    size = sum(p.numel() * p.element_size() for p in added)
+    assert size == 2 * sum(p.numel() * p.element_size() for p in trainable(agent).values())
+    assert 0 < size < 0.5 * sum(p.numel() * p.element_size() for p in agent.parameters())
+    with torch.no_grad():
+        for p in trainable(agent).values():
+            p.add_(1.0)
+    assert not any(torch.equal(a, b) for a, b in zip(collector.weights, trainable(agent).values()))
+
+
+# ---- Faults
+
+
+def failing(monkeypatch, where: str):
+    """Break the env, the policy or the learner in the middle of the run."""
+    calls = []
+
+    def fail_at(n, function):
+        def broken(*a, **k):
+            calls.append(threading.current_thread().name)
+            if len(calls) == n:
+                raise ZeroDivisionError(f"the {where} broke")
+            return function(*a, **k)
+
+        return broken
+
+    if where == "env":
+        make = envs.make
+
+        def broken_make(*a, **k):
+            env = make(*a, **k)
+            if k.get("seed") == 1:
+                env.step = fail_at(10, env.step)
+            return env
+
+        monkeypatch.setattr(envs, "make", broken_make)
+    elif where == "policy":
+        monkeypatch.setattr(Agent, "actions", fail_at(25, Agent.actions))
+    else:
+        monkeypatch.setattr(vla, "vla_loss", fail_at(3, vla.vla_loss))
+    return calls
+
+
+@pytest.mark.parametrize("where", ["env", "policy", "learner"])
+def test_an_exception_anywhere_ends_the_run(tmp_path, monkeypatch, where):
+    """With its traceback, and without a thread left behind, whichever thread it came from."""
+    calls = failing(monkeypatch, where)
+    begin = time.time()
+    with pytest.raises((RuntimeError, ZeroDivisionError)) as error:
+        vla.main(small(tmp_path, total_timesteps=10_000, bc_updates=0, eval_episodes=1))
+    root = error.value.__cause__ or error.value
+    assert str(root) == f"the {where} broke" and time.time() - begin < 20
+    assert calls[-1] == ("MainThread" if where == "learner" else "collector")
+    assert root.__traceback__.tb_next is not None
+    assert not collectors()
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_ctrl_c_saves_and_ends(tmp_path, nproc):
+    """On one rank: all of them drain their queues, save together and leave, and the run goes on from there."""
+    words = [*options(total_timesteps=10**6, save_interval=32), "--output-dir", tmp_path, "--run-name", "run"]
+    process = Process([*script("ppo_vla_async.py", nproc), *words])
+    wait_for(lambda: (tmp_path / "run" / "checkpoints" / "latest").exists(), 90)
+    os.kill(process.pid if nproc == 1 else workers(process)[1], signal.SIGINT)
+    code, text = process.finish(60)
+    assert code == 0 and "stopped by a signal" in text, text[-3000:]
+    saved = checkpoint(newest(tmp_path / "run"))["trainer"]
+    assert saved["global_step"] == 16 * nproc * saved["iteration"]
+
+
+def workers(process: Process) -> dict[int, int]:
+    import psutil
+
+    found = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if "ppo_vla_async.py" in " ".join(child.cmdline()):
+            found[int(child.environ().get("RANK", -1))] = child.pid
+    return found
+
+
+def test_a_killed_rank_takes_the_others_along(tmp_path):
+    words = [*options(total_timesteps=10**6), "--output-dir", tmp_path, "--run-name", "run"]
+    process = Process([*script("ppo_vla_async.py", 2), *words])
+    wait_for(lambda: list((tmp_path / "run").glob("events*")), 90)
+    time.sleep(2)
+    pids = workers(process)
+    os.kill(pids[1], signal.SIGKILL)
+    code, _ = process.finish(60)
+    assert code != 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+
+
+# ---- Resume and what is written
+
+
+def test_resume_is_exact_without_staleness(tmp_path):
+    settings = {"max_staleness": 0, "save_interval": 16, "keep_checkpoints": 100, "total_timesteps": 96, "lora_rank": 2}
+    vla.main(small(tmp_path, run_name="whole", **settings))
+    cut_back(tmp_path / "whole", "parts", 48)
+    vla.main(small(tmp_path, run_name="parts", resume="auto", **settings))
+    assert_same(checkpoint(newest(tmp_path / "whole")), checkpoint(newest(tmp_path / "parts")))
+
+
+def test_a_stale_run_drains_its_queue_before_it_saves(tmp_path, capsys):
+    settings = {"max_staleness": 2, "save_interval": 16, "keep_checkpoints": 100}
+    vla.main(small(tmp_path, total_timesteps=96, **settings))
+    for folder in (tmp_path / "run" / "checkpoints").glob("step_*"):
+        saved = checkpoint(folder)
+        assert saved["trainer"]["global_step"] == 16 * saved["trainer"]["iteration"]
+        # The envs are where the last used rollout left them: nothing was collected that is not in the weights.
+        assert saved["rank_0"]["env"]["episode"].sum() >= 0
+    vla.main(small(tmp_path, total_timesteps=160, resume="auto", **settings))
+    assert "resuming" in capsys.readouterr().out
+    assert checkpoint(newest(tmp_path / "run"))["trainer"]["global_step"] >= 160
+
+
+def test_the_policy_folder_loads_everywhere(tmp_path):
+    """from_pretrained reads it, peft reads the adapters, and --model-path goes on from it."""
+    vla.main(small(tmp_path))
+    folder = tmp_path / "run" / "policy"
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder)
+    weights = checkpoint(newest(tmp_path / "run"))
+    for name, p in model.state_dict().items():
+        assert torch.equal(p, weights[f"model.model.{name}"]), name
+    actions = json.loads((folder / "actions.json").read_text())
+    assert len(actions["token_ids"]) == 256 and actions["low"] == [-1, -1] and actions["chunk"] == 1
+    vla.main(small(tmp_path, run_name="again", model_path=str(folder), bc_updates=0, lora_rank=2, total_timesteps=16))
+    from peft import PeftModel
+
+    base = transformers.AutoModelForImageTextToText.from_pretrained(folder)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "again" / "policy")
+    trained = checkpoint(newest(tmp_path / "again"))
+    loaded = {k.replace(".default", ""): v for k, v in adapted.state_dict().items() if "lora_" in k}
+    mine = {k.removeprefix("model.model.").replace(".default", ""): v for k, v in trained.items() if "lora_" in k}
+    assert_same(loaded, mine)
+
+
+def test_two_processes_agree(tmp_path):
+    """Weights bit-equal (the run checks it every iteration), frozen ones untouched; and one process can go on."""
+    words = [*options(check_interval=1, lora_rank=2, max_staleness=1, save_interval=32), "--output-dir", tmp_path]
+    run(*script("ppo_vla_async.py", 2), *words, "--run-name", "run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["world_size"] == 2 and summary["charts/staleness_max"] <= 1
+    saved = checkpoint(newest(tmp_path / "run"))
+    assert all("lora_" in k or "value_head" in k for k in saved if k.startswith("model."))
+    assert saved["trainer"]["global_step"] == 32 * saved["trainer"]["iteration"]
+    assert not torch.equal(saved["rank_0"]["obs"]["rgb"], saved["rank_1"]["obs"]["rgb"])
+
+
+# ---- Wrong input
+
+
+BAD = {
+    "--model-path nowhere": "cannot use --model-path nowhere",
+    "--env-id PushCube": "PushCube has no pictures and instructions",
+    "--action-chunk 17": "--action-chunk 17 is longer than an episode: an episode of Tabletop has 16 steps",
+    "--lora-rank 0": "--lora-rank must be 1 or more, not 0",
+    "--max-staleness -1": "--max-staleness must be 0 or more",
+    "--action-bins 100000": "tokens that no prompt uses, not --action-bins 100000",
+    "--num-minibatches 7": "do not divide into --num-minibatches 7",
+    "--behaviour-weight-cap 0": "--behaviour-weight-cap must be greater than 0",
+    "--checkpoint nowhere --evaluate": "no checkpoint at nowhere",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_wrong_input_is_answered_in_one_line(words, tmp_path):
+    with pytest.raises(SystemExit) as stopped:
+        vla.main(tyro.cli(Args, args=[*words.split(), "--output-dir", str(tmp_path / "runs")]))
+    assert BAD[words] in stopped.value.code and "\n" not in stopped.value.code
+    assert not list((tmp_path / "runs").glob("Tabletop*")) and not list((tmp_path / "runs").glob(".*"))
+
+
+def test_a_model_without_eyes_and_a_damaged_one_are_refused(tmp_path, folders):
+    config = transformers.LlamaConfig(vocab_size=600, **LAYERS)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "blind")
+    with pytest.raises(SystemExit, match="it is a llama model, which takes no pictures"):
+        vla.main(small(tmp_path, model_path=str(tmp_path / "blind")))
+    shutil.copytree(folders("idefics3"), tmp_path / "damaged")
+    weights = tmp_path / "damaged" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(SystemExit, match="cannot use --model-path .*damaged") as stopped:
+        vla.main(small(tmp_path, model_path=str(tmp_path / "damaged")))
+    assert "\n" not in stopped.value.code and not (tmp_path / "run").exists()
