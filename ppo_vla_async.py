@@ -43,7 +43,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from peft import LoraConfig, get_peft_model
 from PIL import Image, ImageDraw
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from tqdm import tqdm
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
@@ -264,45 +264,38 @@ def layer_init(layer: nn.Linear, std: float = math.sqrt(2)) -> nn.Linear:
 def make_tiny(folder: Path, seed: int) -> None:
     """Write a small vision-language model, random as it is, with tokenizer and processor, as any checkpoint is kept."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3ImageProcessorPil  # isort: skip
-    from transformers import Idefics3Processor, PreTrainedTokenizerFast  # isort: skip
+    from transformers import (
+        Idefics3Config,
+        Idefics3ForConditionalGeneration,
+        Idefics3ImageProcessorPil,
+        Idefics3Processor,
+        PreTrainedTokenizerFast,
+    )
 
     tokens = Tokenizer(models.BPE())
     tokens.pre_tokenizer, tokens.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    words = envs.make("Tabletop", 1).instructions  # they become one token a word; anything else is spelt byte by byte
-    tokens.train_from_iterator(
-        words, trainers.BpeTrainer(vocab_size=512, initial_alphabet=alphabet, show_progress=False)
-    )
+    trainer = trainers.BpeTrainer(vocab_size=512, initial_alphabet=alphabet, show_progress=False)
+    # The words of the instructions become one token each; anything else is spelt byte by byte.
+    tokens.train_from_iterator(envs.make("Tabletop", 1).instructions, trainer)
     tokens.add_tokens([f"<unused_{i}>" for i in range(512)])
     named = {"pad_token": "<pad>", "bos_token": "<|im_start|>", "eos_token": "<end_of_utterance>"}
-    images = ["<fake_token_around_image>", "<image>", "<global-img>"]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, extra_special_tokens=images, **named)
-    side, patch, width = {"longest_edge": 64}, 16, 96
-    pictures = Idefics3ImageProcessorPil(
-        do_resize=False,
-        do_image_splitting=False,
-        size=side,
-        max_image_size=side,
-        image_mean=[0.5] * 3,
-        image_std=[0.5] * 3,
-    )
+    around = ["<fake_token_around_image>", "<image>", "<global-img>"]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, extra_special_tokens=around, **named)
     template = "{% for m in messages %}{% for c in m['content'] %}"
     template += "{% if c['type'] == 'image' %}<image>{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endfor %}"
+
+    side, patch, width = 64, 16, 96
+    pictures = {"do_resize": False, "do_image_splitting": False, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    pictures |= {"size": {"longest_edge": side}, "max_image_size": {"longest_edge": side}}
     layers = {"hidden_size": width, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-    layers["initializer_range"] = 0.04
-    ids = {name.replace("_token", "_token_id"): tokenizer.convert_tokens_to_ids(token) for name, token in named.items()}
-    text = layers | ids | {"model_type": "llama", "vocab_size": len(tokenizer), "max_position_embeddings": 256}
-    vision = layers | {"image_size": 64, "patch_size": patch}
-    image_id = tokenizer.convert_tokens_to_ids("<image>")
+    layers |= {"initializer_range": 0.04}
+    ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in named.items()}
     config = Idefics3Config(
-        text_config=text,
-        vision_config=vision,
-        scale_factor=1,
-        image_token_id=image_id,
-        tie_word_embeddings=False,
-        **ids,
-    )
+        text_config=layers | ids | {"model_type": "llama", "vocab_size": len(tokenizer)},
+        vision_config=layers | {"image_size": side, "patch_size": patch},
+        scale_factor=1, tie_word_embeddings=False, image_token_id=tokenizer.convert_tokens_to_ids("<image>"), **ids,
+    )  # fmt: skip
     torch.manual_seed(seed)
     model = Idefics3ForConditionalGeneration(config)
     # What a pretrained model would know: that places in a picture differ, and that numbers have an order.
@@ -314,9 +307,8 @@ def make_tiny(folder: Path, seed: int) -> None:
         model.get_input_embeddings().weight[numbers] = 0.05 * waves
         model.get_output_embeddings().weight[numbers] = 0.1 * waves
     model.save_pretrained(folder)
-    Idefics3Processor(pictures, tokenizer, image_seq_len=(64 // patch) ** 2, chat_template=template).save_pretrained(
-        folder
-    )
+    settings = {"image_seq_len": (side // patch) ** 2, "chat_template": template}
+    Idefics3Processor(Idefics3ImageProcessorPil(**pictures), tokenizer, **settings).save_pretrained(folder)
 
 
 class PlainProcessor:
@@ -324,12 +316,10 @@ class PlainProcessor:
     torchvision for its videos. An image token becomes as many as the picture has patches after merging."""
 
     def __init__(self, path: str):
-        self.tokenizer, self.image_processor = (
-            AutoTokenizer.from_pretrained(path),
-            AutoImageProcessor.from_pretrained(path),
-        )
-        self.chat_template, config = self.tokenizer.chat_template, AutoConfig.from_pretrained(path)
-        self.image_token_id = config.image_token_id
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.image_processor = AutoImageProcessor.from_pretrained(path)
+        self.chat_template = self.tokenizer.chat_template
+        self.image_token_id = AutoConfig.from_pretrained(path).image_token_id
         self.image_token = self.tokenizer.convert_ids_to_tokens(self.image_token_id)
 
     def apply_chat_template(self, messages: list[dict], **options) -> str:
@@ -371,26 +361,26 @@ class Agent(nn.Module):
         blank = Image.new("RGB", env.single_observation_space["rgb"].shape[1::-1])
         images = [[blank]] * len(texts)
         prompts = self.processor(text=texts, images=images, return_tensors="pt", padding=True, padding_side="left")
-        self.prompts = {k: v for k, v in prompts.items() if v.shape == prompts["input_ids"].shape and k != "labels"}
+        self.prompts = [k for k, v in prompts.items() if v.shape == prompts["input_ids"].shape and k != "labels"]
+        for name in self.prompts:
+            self.register_buffer(f"prompt_{name}", prompts[name], persistent=False)
         self.patches = [k for k, v in prompts.items() if len(v) != len(texts)]  # of all pictures in one row
 
         # The last tokens that nothing else uses stand for the bins, or those that the folder says.
         known = {}
         if (Path(path) / "actions.json").exists():
             known = json.loads((Path(path) / "actions.json").read_text())
-        taken = {*tokenizer.all_special_ids, *self.prompts["input_ids"].unique().tolist()}
+        taken = {*tokenizer.all_special_ids, *prompts["input_ids"].unique().tolist()}
         rows = model.get_input_embeddings().weight.shape[0]
         free = [i for i in sorted(tokenizer.get_vocab().values()) if i not in taken and i < rows]
         bins = known.get("token_ids") or free[-args.action_bins :]
         if len(bins) != args.action_bins:
             have = f"{len(bins)} action tokens" if known else f"{len(bins)} tokens that no prompt uses"
             raise ValueError(f"{path} has {have}, not --action-bins {args.action_bins}")
-        low, high = (torch.tensor(known.get(k, x.tolist())) for k, x in
-                     (("low", env.single_action_space.low), ("high", env.single_action_space.high)))  # fmt: skip
-        for name, x in {"bins": torch.tensor(bins), "low": low, "high": high}.items():
-            self.register_buffer(name, x)
-        for name, x in self.prompts.items():
-            self.register_buffer(f"prompt_{name}", x, persistent=False)
+        space = env.single_action_space
+        ranges = {"bins": bins, "low": known.get("low", space.low), "high": known.get("high", space.high)}
+        for name, x in ranges.items():
+            self.register_buffer(name, torch.as_tensor(x))
 
         for module in model.modules():  # CRUCIAL: with dropout, the same action would be more or less likely each time
             for name in ("p", "dropout", "attention_dropout"):
@@ -408,17 +398,17 @@ class Agent(nn.Module):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.model, self.positions = model, [m for m in model.modules() if hasattr(m, "rope_deltas")]
         width = model.get_input_embeddings().weight.shape[1]
-        self.value_head = nn.Sequential(
-            layer_init(nn.Linear(width, 256)), nn.Tanh(), layer_init(nn.Linear(256, 1), std=0.1)
-        )  # fmt: skip
+        first, last = layer_init(nn.Linear(width, 256)), layer_init(nn.Linear(256, 1), std=0.1)
+        self.value_head = nn.Sequential(first, nn.Tanh(), last)
+        if (file := Path(path) / "value_head.safetensors").exists():
+            self.value_head.load_state_dict(load_file(file))
 
     def _prompt(self, instruction: str) -> str:
         """In the model's own words for a user who shows a picture, if it has any."""
         if self.processor.chat_template:
             content = [{"type": "image"}, {"type": "text", "text": instruction}]
-            return self.processor.apply_chat_template(
-                [{"role": "user", "content": content}], add_generation_prompt=True
-            )
+            said = [{"role": "user", "content": content}]
+            return self.processor.apply_chat_template(said, add_generation_prompt=True)
         return getattr(self.processor, "image_token", "") + instruction
 
     def see(self, obs: TensorDict) -> TensorDict:
@@ -438,17 +428,15 @@ class Agent(nn.Module):
         seen = {k: v.flatten(0, 1) if k in self.patches else v for k, v in obs.items() if k != "instruction"}
         count = self.chunk * self.size
         if tokens is not None:
-            out = self.model(
-                **self._follow(inputs, tokens[:, :-1]), **seen, logits_to_keep=count, output_hidden_states=True
-            )
+            feed = self._follow(inputs, tokens[:, :-1]) | seen
+            out = self.model(**feed, logits_to_keep=count, output_hidden_states=True)
             logits = out.logits[..., self.bins].float().log_softmax(-1)
             hidden = out.hidden_states[-1][:, -count]
         else:
             chosen, parts, cache, feed = [], [], None, inputs | seen
             for _ in range(count):
-                out = self.model(
-                    **feed, past_key_values=cache, use_cache=True, logits_to_keep=1, output_hidden_states=not chosen
-                )
+                first = {"output_hidden_states": not chosen, "logits_to_keep": 1}
+                out = self.model(**feed, **first, past_key_values=cache, use_cache=True)
                 hidden = hidden if chosen else out.hidden_states[-1][:, -1]
                 cache = out.past_key_values
                 parts.append(out.logits[:, -1, self.bins].float().log_softmax(-1))
@@ -456,9 +444,7 @@ class Agent(nn.Module):
                 noise = torch.empty_like(parts[-1]).exponential_(generator=generator).log()
                 chosen.append((parts[-1] if deterministic else parts[-1] - noise).argmax(-1))
                 feed = self._follow(inputs, torch.stack(chosen, 1))
-                if (
-                    self.positions
-                ):  # Qwen counts in three dimensions, and leaves the count of what follows to its caller
+                if self.positions:  # Qwen counts in three dimensions, and leaves it to its caller to count on
                     place = feed["attention_mask"].sum(-1, keepdim=True) - 1 + self.positions[0].rope_deltas
                     feed["position_ids"] = place.expand(3, -1, -1)
                 feed |= {k: feed[k][:, -1:] for k in inputs if k != "attention_mask"}
@@ -526,23 +512,13 @@ def compute_gae(rewards, values, next_value, terminated, truncated, final_values
 
 
 def vla_loss(
-    newlogprob,
-    entropy,
-    newvalue,
-    prox_logprob,
-    logprob,
-    advantage,
-    returns,
-    clip_coef,
-    clip_coef_high,
-    cap,
-    ent_coef,
-    vf_coef,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    newlogprob, entropy, newvalue, prox_logprob, logprob, advantage, returns,
+    clip_coef, clip_coef_high, cap, ent_coef, vf_coef,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The loss summed over the samples, and the sums of what is logged (LOSSES).
 
-    Decoupled PPO: the ratio that is clipped is to the proximal policy, from which this update starts, and a weight makes
-    up for the data being an older one's. With nothing stale the weight is 1, and this is PPO.
+    Decoupled PPO: the ratio that is clipped is to the proximal policy, where this update starts, and a weight makes up
+    for the data being an older one's. With nothing stale the weight is 1, and this is PPO.
     """
     logratio = newlogprob - prox_logprob
     ratio = logratio.exp()
@@ -585,9 +561,8 @@ def collect(
             if (where := cut.nonzero().squeeze(1)).numel() and info["final_obs"] is not None:
                 final_obs.append(agent.see(info["final_obs"][where]))
                 final_rows.append(t * N + where)
-            stats = torch.stack(
-                [torch.ones_like(r), *(info["episode"][k].float() for k in ("return", "length", "success"))]
-            )
+            stats = [torch.ones_like(r), *(info["episode"][k].float() for k in ("return", "length", "success"))]
+            stats = torch.stack(stats)
             episodes += torch.where(ended | cut, stats, 0.0).double().sum(1)
             for name, x in info["metrics"].items():
                 metrics[name] = metrics.get(name, 0.0) + (x * active).sum()
@@ -598,13 +573,7 @@ def collect(
         row = {"obs": seen, "tokens": tokens, "logprob": logprob, "reward": reward, "steps": count}
         rows.append(TensorDict(row | {"terminated": terminated, "truncated": truncated}, [N]))
         seen = agent.see(obs)
-    rollout = {
-        "data": torch.stack(rows).contiguous(),
-        "next_seen": seen,
-        "obs": obs,
-        "episodes": episodes,
-        "metrics": metrics,
-    }
+    rollout = {"data": torch.stack(rows), "next_seen": seen, "obs": obs, "episodes": episodes, "metrics": metrics}
     if final_obs:
         rollout |= {"final_obs": torch.cat(final_obs), "final_rows": torch.cat(final_rows)}
     return rollout
@@ -619,9 +588,9 @@ def share_frozen(agent: Agent) -> Agent:
 class Collector:
     """Makes rollouts in a thread of its own, with a private policy, private envs and a private generator.
 
-    Rollout n starts when n <= version + max_staleness, and n < limit: at most max_staleness + 1 are under way or waiting
-    to be used, none is dropped and none used twice. The thread makes no collective and touches no tracker, no
-    accelerator and no env but its own.
+    Rollout n starts when n <= version + max_staleness, and n < limit: at most max_staleness + 1 of them are under way
+    or wait to be used, none is dropped and none used twice. The thread makes no collective and touches no tracker,
+    no accelerator and no env but its own.
     """
 
     def __init__(self, agent: Agent, env: envs.VecEnv, generator: torch.Generator, args: Args):
@@ -680,7 +649,7 @@ class Collector:
             self.stopping = True
             self.lock.notify_all()
         if self.thread.ident:
-            self.thread.join()
+            self.thread.join(self.args.timeout)
 
     def _ready(self) -> bool:
         # CRUCIAL: this pace, rather than a bound on the queue, is what keeps staleness below its limit.
@@ -1020,11 +989,8 @@ def main(args: Args) -> None:
         folder, weights, about, trainer, local = loaded
         load_trained(agent, folder, weights, about, args)
     generator = torch.Generator(device).manual_seed(args.seed + 1_000_003 * (rank + 1))  # other actions on every rank
-    head = list(agent.value_head.parameters())
-    groups = [
-        {"params": [p for name, p in trainable(agent).items() if not name.startswith("value_head")]},
-        {"params": head},
-    ]
+    head = [name for name in trainable(agent) if name.startswith("value_head")]
+    groups = [{"params": [p for k, p in trainable(agent).items() if (k in head) == last]} for last in (False, True)]
     optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True)
     # Before `prepare`, which changes the forward of what it is given.
     inference = share_frozen(agent)
@@ -1152,8 +1118,8 @@ def main(args: Args) -> None:
     N, T = args.num_envs, args.num_chunks
     size = N * T // args.num_minibatches
     blank = torch.zeros(N * T, agent.chunk * agent.size, dtype=torch.int64, device=device)  # any tokens: values only
-    start_iteration, timed_steps, timed_seconds, stopping, rest_at = iteration, 0, 0.0, False, None
-    most_stale = 0
+    start_iteration, timed_steps, timed_seconds, most_stale = iteration, 0, 0.0, 0
+    stopping, evaluating, rest_at = False, False, None
     with Collector(inference, env, generator, args) as collector:
         if global_step < args.total_timesteps:
             collector.start(agent, next_obs, iteration)
@@ -1177,20 +1143,13 @@ def main(args: Args) -> None:
             with torch.no_grad():
                 agent.eval()
                 parts = [agent(part["obs"], part["tokens"]) for part in batch.split(size)]
-                batch["prox_logprob"], batch["value"] = (
-                    torch.cat([p[1] for p in parts]),
-                    torch.cat([p[3] for p in parts]),
-                )
-                data, values = batch.view(T, N), batch["value"].view(T, N)
+                batch["prox_logprob"], values = (torch.cat([p[i] for p in parts]) for i in (1, 3))
                 next_value = agent(rollout["next_seen"], blank[:N])[3]
+                final_values = values * batch["truncated"]  # if the simulator gives no final observations
                 if "final_obs" in rollout:
-                    final_values = torch.zeros_like(batch["value"])
-                    final_values[rollout["final_rows"]] = agent(
-                        rollout["final_obs"], blank[: len(rollout["final_obs"])]
-                    )[3]
-                    final_values = final_values.view(T, N)
-                else:
-                    final_values = values * data["truncated"]
+                    seen = rollout["final_obs"]
+                    final_values[rollout["final_rows"]] = agent(seen, blank[: len(seen)])[3]
+                values, final_values = values.view(T, N), final_values.view(T, N)
                 rewards, steps = data["reward"], data["steps"]
                 finite = all(x.isfinite().all() for x in (rewards, final_values, next_value))
                 # CRUCIAL: k steps lie between a chunk and what follows it, fewer where the episode ended inside.
@@ -1221,9 +1180,10 @@ def main(args: Args) -> None:
                 batch["advantage"] = (batch["advantage"] - mean) / (math.sqrt(var) + 1e-8)
             # Evaluating, saving and leaving need the thread at rest and its queue empty. No rank can have started a
             # rollout after number iteration + max_staleness - 1, so all of them rest after that one: nothing is lost.
-            passed = [due(n, before_step, global_step) for n in (args.eval_interval, args.save_interval)]
-            if rest_at is None and (finished or stopping or any(passed)):
-                rest_at, evaluating = iteration + args.max_staleness, passed[0]
+            evaluating = evaluating or due(args.eval_interval, before_step, global_step)
+            saving = due(args.save_interval, before_step, global_step)
+            if rest_at is None and (finished or stopping or evaluating or saving):
+                rest_at = iteration + args.max_staleness
                 collector.rest(rest_at)
 
             # ---- Update
@@ -1276,9 +1236,8 @@ def main(args: Args) -> None:
             metrics |= {"skipped_in_a_row": skipped_in_a_row, "checksum": 0.0}
             if args.check_interval and iteration % args.check_interval == 0:
                 metrics["checksum"] = checksum(parameters)
-            peak = (
-                torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
-            )
+            on_gpu = device.type == "cuda"
+            peak = torch.cuda.max_memory_allocated(device) if on_gpu else psutil.Process().memory_info().rss
             metrics["charts/memory_gb"] = peak / 1e9
             values = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in metrics.values()])
             on_ranks = dict(zip(metrics, accelerator.gather(values[None]).T.cpu()))  # [W] each
@@ -1333,7 +1292,7 @@ def main(args: Args) -> None:
                     if improved:
                         export(agent, run_dir / "policy")
                 collector.rest(math.inf)
-                rest_at = None
+                evaluating, rest_at = False, None
 
             # ---- Log
             accelerator.log(log, step=global_step)

@@ -51,7 +51,11 @@ RUNS = {
         3,
         "eval/success_rate",
     ),
-    "grpo_cartpole": ("python grpo_ddp.py --env-id CartPole --num-envs 64 --eval-interval 50000", 3, "eval/success_rate"),
+    "grpo_cartpole": (
+        "python grpo_ddp.py --env-id CartPole --num-envs 64 --eval-interval 50000",
+        3,
+        "eval/success_rate",
+    ),
     "grpo_success": (
         "python grpo_ddp.py --reward success --init-from WARM --total-timesteps 1000000 --eval-interval 50000",
         3,
