@@ -125,13 +125,13 @@ class Args:
     """rollout n starts when n - this many updates are done (0: collecting and learning take turns)"""
     behaviour_weight_cap: float = 5.0
     """the most that a sample counts for being likelier under the newest policy than under the one that acted"""
-    learning_rate: float = 4e-4
+    learning_rate: float = 2e-4
     """learning rate of Adam at the start"""
     value_learning_rate: float = 1e-3
     """learning rate of the value head at the start"""
     lr_schedule: Literal["constant", "linear"] = "linear"
     """linear: to a tenth at --total-timesteps"""
-    gamma: float = 0.6
+    gamma: float = 0.7
     """discount"""
     gae_lambda: float = 0.9
     """lambda of generalised advantage estimation"""
@@ -151,7 +151,7 @@ class Args:
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
     """weight of the value loss"""
-    max_grad_norm: float = 0.5
+    max_grad_norm: float = 1.0
     """gradients are scaled down to this norm"""
     target_kl: float = 0.0
     """no further epoch once the KL divergence of all processes passes this (0: off)"""

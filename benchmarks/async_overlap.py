@@ -71,9 +71,8 @@ def main() -> None:
             "CPU-bound": (0.0, 1),
         }
         results = {}
-        print(
-            "| setting | sync collect | sync learn | sync iteration | async iteration | ratio |\n|---|---|---|---|---|---|"
-        )
+        print("| setting | sync collect | sync learn | sync iteration | async iteration | ratio |")
+        print("|---|---|---|---|---|---|")
         for name, (latency, epochs) in settings.items():
             runs = {0: [], 1: []}
             for _ in range(ROUNDS):

@@ -61,6 +61,8 @@ RUNS = {
         3,
         "eval/success_rate",
     ),
+    "vla": ("python ppo_vla_async.py --eval-interval 10000", 3, "eval/success_rate"),
+    "vla_sync": ("python ppo_vla_async.py --max-staleness 0 --eval-interval 10000", 3, "eval/success_rate"),
     "hopper": (f"python ppo_ddp.py {HOPPER} --eval-interval 50000", 1, "eval/episodic_return"),
 }
 
@@ -71,6 +73,10 @@ def curve(run_dir: Path, key: str) -> list[tuple[int, float]]:
     events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0})
     events.Reload()
     return [(e.step, e.value) for e in events.Scalars(key)]
+
+
+def mean(points: list[tuple[int, float]]) -> float:
+    return sum(x for _, x in points) / len(points)
 
 
 def run(name: str) -> None:
@@ -100,10 +106,12 @@ def run(name: str) -> None:
                 "charts/episodic_return": summary["charts/episodic_return"],
                 "curve": curve(Path(folder) / "run", key),
             }
-            for key_of_mean in ("charts/valid_fraction", "charts/idle_fraction", "charts/episodic_length"):
-                if "charts/valid_fraction" in summary:
-                    values = [x for _, x in curve(Path(folder) / "run", key_of_mean)]
-                    result["seeds"][seed][f"mean of {key_of_mean}"] = sum(values) / len(values)
+            if "charts/valid_fraction" in summary:
+                parts = ("charts/valid_fraction", "charts/idle_fraction", "charts/episodic_length")
+                result["seeds"][seed] |= {f"mean of {k}": mean(curve(Path(folder) / "run", k)) for k in parts}
+            if "eval/success_rate_wrong_instruction" in summary:
+                steps = ("charts/staleness", "time/collect", "time/train", "time/learner_wait")
+                result["seeds"][seed] |= {f"mean of {k}": mean(curve(Path(folder) / "run", k)) for k in steps}
             if start:
                 result["warm"] = WARM
                 result["seeds"][seed]["success_at_start"] = start["eval/success_rate"]
