@@ -22,6 +22,10 @@ QUICK = "--total-timesteps 4096 --num-envs 8 --num-steps 32 --eval-episodes 4".s
 SHORT = {  # what makes a documented command of each script quick
     "ppo_ddp.py": QUICK,
     "grpo_ddp.py": "--total-timesteps 2048 --num-envs 8 --group-size 4 --eval-episodes 4".split(),
+    "ppo_vla_async.py": (
+        "--total-timesteps 32 --num-envs 4 --num-chunks 4 --num-minibatches 2 --update-epochs 1 --bc-updates 2 "
+        "--bc-episodes 4 --bc-batch 4 --eval-episodes 4"
+    ).split(),
 }
 
 
@@ -103,7 +107,7 @@ def test_every_documented_command_runs(workspace, line):
     before = len(list((workspace / "runs").glob("*/summary.json")))
     check(line, workspace)
     after = len(list((workspace / "runs").glob("*/summary.json")))
-    trains = "_ddp.py" in line and not re.search("--help|--evaluate|--resume", line)
+    trains = any(f" {name}" in line for name in SHORT) and not re.search("--help|--evaluate|--resume", line)
     assert after == before + trains
 
 
