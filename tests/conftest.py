@@ -1,9 +1,12 @@
 """What several tests need: running a script as its users do, in real processes, with a hard time limit."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import psutil
@@ -40,12 +43,12 @@ def clean_env(**extra: str) -> dict[str, str]:
 class Process(subprocess.Popen):
     """A command with a time limit, of which nothing is left behind."""
 
-    def __init__(self, command: list[str], **extra: str):
+    def __init__(self, command: list[str], log: Path | None = None, **extra: str):
         super().__init__(
             [str(c) for c in command],
             cwd=ROOT,
             env=clean_env(**extra),
-            stdout=subprocess.PIPE,
+            stdout=log.open("w") if log else subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
@@ -82,6 +85,38 @@ def restored_signals():
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+class Workers:
+    """Two ranks under one torchrun that run one job after the other."""
+
+    process, folder, jobs = None, None, 0
+
+    def run(self, timeout: float = 120, **job) -> None:
+        if self.process is None or self.process.poll() is not None:
+            self.folder, self.jobs = Path(tempfile.mkdtemp()), 0
+            self.process = Process([*script("tests/worker.py", 2), self.folder], log=self.folder / "log")
+        file = self.folder / f"{self.jobs}.json"
+        file.with_suffix(".part").write_text(json.dumps(job))
+        file.with_suffix(".part").rename(file)
+        self.jobs, end = self.jobs + 1, time.time() + timeout
+        while not all(file.with_suffix(f".done_{rank}").exists() for rank in (0, 1)):
+            if self.process.poll() is not None or time.time() > end:
+                self.stop()
+                pytest.fail(f"{job['name']} {job['case']} failed\n{(self.folder / 'log').read_text()[-4000:]}")
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill_all()
+            self.process.wait()
+
+
+workers = Workers()
+
+
+def pytest_sessionfinish():
+    workers.stop()
 
 
 def script(name: str, nproc: int = 1) -> list[str]:

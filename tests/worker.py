@@ -1,6 +1,7 @@
 """Runs a script's main() under a launcher, with what a test wants to see recorded, one file per rank.
 
 torchrun ... tests/worker.py SCRIPT CASE OUTPUT '{"num_envs": 4}'
+torchrun ... tests/worker.py FOLDER      # one job after the other, as their files FOLDER/0.json, 1.json, ... appear
 """
 
 import importlib
@@ -8,128 +9,144 @@ import json
 import os
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import torch
+from accelerate.state import AcceleratorState
 
-name, case, output, changes = sys.argv[1:5]
-script = importlib.import_module(name)
 rank = int(os.environ.get("RANK", 0))
-changes = json.loads(changes)
-for key, value in changes.items():
-    if isinstance(value, list):  # one for each rank
-        changes[key] = value[rank]
-mute = changes.pop("mute", 0)  # the first so many envs earn nothing
-args = script.Args(**({"output_dir": output, "run_name": "run", "eval_episodes": 4, "timeout": 60.0} | changes))
-record = {"updates": 0, "batches": [], "gradients": []}
-agents = []
-
-init, forward = script.Agent.__init__, script.Agent.forward
-save = torch.save
-loss_name = next(k for k in ("ppo_loss", "grpo_loss") if hasattr(script, k))
-loss_fn, step = getattr(script, loss_name), torch.optim.Adam.step
 
 
-def recording_init(self, *a, **k):
-    init(self, *a, **k)
-    agents.append(self)
-    record["initial"] = {k: v.clone() for k, v in self.state_dict().items()}
+def run(name: str, case: str, output: str, changes: dict) -> None:
+    script = importlib.import_module(name)
+    for key, value in changes.items():
+        if isinstance(value, list):  # one for each rank
+            changes[key] = value[rank]
+    mute = changes.pop("mute", 0)  # the first so many envs earn nothing
+    args = script.Args(**({"output_dir": output, "run_name": "run", "eval_episodes": 4, "timeout": 60.0} | changes))
+    record, agents = {"updates": 0, "batches": [], "gradients": []}, []
+    init, forward, make = script.Agent.__init__, script.Agent.forward, script.envs.make
+    loss_name = next(k for k in ("ppo_loss", "grpo_loss") if hasattr(script, k))
+    loss_fn, step, save = getattr(script, loss_name), torch.optim.Adam.step, torch.save
 
+    def recording_init(self, *a, **k):
+        init(self, *a, **k)
+        agents.append(self)
+        record["initial"] = {k: v.clone() for k, v in self.state_dict().items()}
 
-def recording_forward(self, obs, action=None, deterministic=False):
-    if torch.is_grad_enabled() and action is not None and case == "gradient":
-        record["batches"].append({"obs": obs.clone(), "action": action.clone()})
-    return forward(self, obs, action, deterministic)
+    def recording_forward(self, obs, action=None, deterministic=False):
+        if torch.is_grad_enabled() and action is not None and case == "gradient":
+            record["batches"].append({"obs": obs.clone(), "action": action.clone()})
+        return forward(self, obs, action, deterministic)
 
+    def recording_loss(*inputs):
+        loss, logged = loss_fn(*inputs)
+        if case == "gradient":
+            record["batches"][-1]["inputs"] = [x.detach().clone() if torch.is_tensor(x) else x for x in inputs]
+        if case == "kl":
+            logged = logged + 0
+            logged[script.LOSSES.index("losses/approx_kl")] = 1e3 if rank == 1 else 0.0
+        if case == "nan" and rank == 1 and record["updates"] == 1:
+            loss = loss * float("nan")
+        return loss, logged
 
-def recording_loss(*inputs):
-    loss, logged = loss_fn(*inputs)
-    if case == "gradient":
-        record["batches"][-1]["inputs"] = [x.detach().clone() if torch.is_tensor(x) else x for x in inputs]
-    if case == "kl":
-        logged = logged + 0
-        logged[script.LOSSES.index("losses/approx_kl")] = 1e3 if rank == 1 else 0.0
-    if case == "nan" and rank == 1 and record["updates"] == 1:
-        loss = loss * float("nan")
-    return loss, logged
+    def recording_step(self, *a, **k):
+        record["updates"] += 1
+        if case == "gradient":
+            record["gradients"].append([p.grad.clone() for p in agents[0].parameters()])
+        if case == "corrupt" and rank == 1 and record["updates"] == 5:
+            next(agents[0].parameters()).data.view(-1)[0] += 1e-7
+        return step(self, *a, **k)
 
+    def recording_make(*a, **k):
+        env = make(*a, **k)
+        if k.get("seed") == args.seed:
+            reset, env_step = env.reset, env.step
 
-def recording_step(self, *a, **k):
-    record["updates"] += 1
-    if case == "gradient":
-        record["gradients"].append([p.grad.clone() for p in agents[0].parameters()])
-    if case == "corrupt" and rank == 1 and record["updates"] == 5:
-        next(agents[0].parameters()).data.view(-1)[0] += 1e-7
-    return step(self, *a, **k)
+            def recording_reset(*a, **k):
+                obs = reset(*a, **k)
+                record.setdefault("start", obs["state"].clone())
+                record.setdefault("starts", []).append(obs["state"].clone())
+                return obs
 
+            def broken_step(*a, **k):
+                if case == "slow":
+                    time.sleep(0.012 if rank == 1 else 0.002)
+                if case == "even":
+                    time.sleep(0.003)
+                obs, reward, *rest = env_step(*a, **k)
+                reward[:mute] = 0.0
+                record["steps"] = record.get("steps", 0) + 1
+                if record["steps"] == 20 and rank == 1:
+                    if case == "env_nan":
+                        reward[0] = float("nan")
+                    if case == "env_error":
+                        raise RuntimeError("the simulator broke")
+                return obs, reward, *rest
 
-script.Agent.__init__, script.Agent.forward = recording_init, recording_forward
-setattr(script, loss_name, recording_loss)
-torch.optim.Adam.step = recording_step
-if case in ("gradient", "shared"):
-    script.check_batch = lambda args: None  # sizes that no user may ask for
-if case == "shared":
-    # The same noise for the same env and step, whatever process it lives in.
-    first, calls = changes.pop("first_env", rank * args.num_envs), [0]
+            env.reset, env.step = recording_reset, broken_step
+        return env
 
-    def noise(x):
-        calls[0] += 1
+    calls = []
+
+    def shared_noise(x):
+        """The same for the same env and step, whatever process it lives in."""
+        calls.append(1)
+        first = rank * args.num_envs
         rows = torch.arange(first, first + x.shape[0])[:, None] * 13.7 + torch.arange(x.shape[1]) * 5.1
-        return torch.sin(rows + calls[0] * 2.3) * 1.5
+        return torch.sin(rows + len(calls) * 2.3) * 1.5
 
-    torch.randn_like = noise
-make = script.envs.make
+    def full_disk(real, enough):
+        def writing(*a):
+            calls.append(1)
+            if case.endswith(str(rank)) and len(calls) > enough:
+                raise OSError(28, "No space left on device")
+            return real(*a)
+
+        return writing
+
+    with ExitStack() as patches:
+
+        def patch(owner, attribute, value):
+            patches.enter_context(mock.patch.object(owner, attribute, value))
+
+        patch(script.Agent, "__init__", recording_init)
+        patch(script.Agent, "forward", recording_forward)
+        patch(script, loss_name, recording_loss)
+        patch(torch.optim.Adam, "step", recording_step)
+        patch(script.envs, "make", recording_make)
+        if case in ("gradient", "shared") and hasattr(script, "check_batch"):
+            patch(script, "check_batch", lambda args: None)  # sizes that no user may ask for
+        if case == "shared":
+            patch(torch, "randn_like", shared_noise)
+        if case == "disk_of_rank_1":
+            patch(torch, "save", full_disk(torch.save, 2))
+        if case == "manifest_of_rank_0":
+            patch(script, "digest", full_disk(script.digest, 2 * 4))
+        try:
+            script.main(args)
+        finally:
+            record["final"] = {k: v.clone() for k, v in agents[0].state_dict().items()}
+            Path(output).mkdir(parents=True, exist_ok=True)
+            save(record, f"{output}/record_{rank}.pt")
 
 
-def recording_make(*a, **k):
-    env = make(*a, **k)
-    if k.get("seed") == args.seed:
-        reset, env_step = env.reset, env.step
-
-        def recording_reset(*a, **k):
-            obs = reset(*a, **k)
-            record.setdefault("start", obs["state"].clone())
-            record.setdefault("starts", []).append(obs["state"].clone())
-            return obs
-
-        def broken_step(*a, **k):
-            if case == "slow":
-                time.sleep(0.012 if rank == 1 else 0.002)
-            if case == "even":
-                time.sleep(0.003)
-            obs, reward, *rest = env_step(*a, **k)
-            reward[:mute] = 0.0
-            record["steps"] = record.get("steps", 0) + 1
-            if record["steps"] == 20 and rank == 1:
-                if case == "env_nan":
-                    reward[0] = float("nan")
-                if case == "env_error":
-                    raise RuntimeError("the simulator broke")
-            return obs, reward, *rest
-
-        env.reset, env.step = recording_reset, broken_step
-    return env
-
-
-script.envs.make = recording_make
-if case in ("disk_of_rank_1", "manifest_of_rank_0"):
-    failing = "torch.save" if case == "disk_of_rank_1" else "digest"
-    real, calls = (torch.save if failing == "torch.save" else script.digest), []
-
-    def full_disk(*a):
-        calls.append(a)
-        if case.endswith(str(rank)) and len(calls) > (2 if failing == "torch.save" else 2 * 4):
-            raise OSError(28, "No space left on device")
-        return real(*a)
-
-    if failing == "digest":
-        script.digest = full_disk
-    else:
-        torch.save = full_disk
-try:
-    script.main(args)
-finally:
-    record["final"] = {k: v.clone() for k, v in agents[0].state_dict().items()}
-    Path(output).mkdir(parents=True, exist_ok=True)
-    torch.save = save
-    torch.save(record, f"{output}/record_{rank}.pt")
+if len(sys.argv) > 2:
+    name, case, output, changes = sys.argv[1:5]
+    run(name, case, output, json.loads(changes))
+else:
+    number = 0
+    while True:
+        job = Path(sys.argv[1]) / f"{number}.json"
+        while not job.exists():
+            time.sleep(0.02)
+            if os.getppid() == 1:
+                sys.exit()
+        # As after a restart: the process group starts anew, under a prefix of its own in torchrun's store.
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        run(**json.loads(job.read_text()))
+        job.with_suffix(f".done_{rank}").touch()
+        number += 1
