@@ -78,7 +78,7 @@ class Args:
 
     # Environment
     env_id: str = "PushCube"
-    """PushCube, CartPole, or gym/<id> for any Gymnasium env with Box observations"""
+    """an embedded env (PushCube, CartPole; Tabletop has pictures) or gym/<id>, a Gymnasium env with Box observations"""
     num_envs: int = 128
     """parallel envs of each process"""
 

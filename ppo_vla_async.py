@@ -88,7 +88,7 @@ class Args:
 
     # Environment
     env_id: str = "Tabletop"
-    """an env with pictures and instructions: Tabletop"""
+    """an embedded env (PushCube, CartPole; Tabletop has pictures) or gym/<id>, a Gymnasium env with Box observations"""
     num_envs: int = 64
     """parallel envs of each process"""
 
@@ -129,8 +129,8 @@ class Args:
     """learning rate of Adam at the start"""
     value_learning_rate: float = 1e-3
     """learning rate of the value head at the start"""
-    lr_schedule: Literal["constant", "linear"] = "linear"
-    """linear: to a tenth at --total-timesteps"""
+    anneal_lr: bool = True
+    """lower both learning rates steadily, to a tenth at --total-timesteps"""
     gamma: float = 0.7
     """discount"""
     gae_lambda: float = 0.9
@@ -711,7 +711,7 @@ def evaluate_policy(
         actions[rows] = agent.actions(agent(agent.see(told), deterministic=True)[0])
         for action in actions.unbind(1):
             if video:
-                frames.append(label(env.render(), tasks))
+                frames += [label(env.render(), tasks)] * 4  # episodes are short: show them slowly
             obs, _, terminated, truncated, info = env.step(action, active)
             ended = (terminated | truncated) & active
             stats = torch.stack([ended.float(), *(info["episode"][k].float() for k in ("return", "length", "success"))])
@@ -1127,7 +1127,7 @@ def main(args: Args) -> None:
             iteration += 1
             begin = time.perf_counter()
             progressed = min(global_step / args.total_timesteps, 1.0)
-            decay = 1.0 - 0.9 * progressed if args.lr_schedule == "linear" else 1.0
+            decay = 1.0 - 0.9 * progressed * args.anneal_lr
             rates = [args.learning_rate * decay * (iteration > args.value_warmup), args.value_learning_rate * decay]
             for group, rate in zip(optimizer.param_groups, rates):
                 group["lr"] = rate
