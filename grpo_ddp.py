@@ -87,7 +87,7 @@ class Args:
     group_size: int = 8
     """envs that share their initial states: the episodes that are compared with one another"""
     reward: Literal["env", "success"] = "env"
-    """what an episode is worth: the env's rewards, or 1 for success and nothing else"""
+    """what counts: the env's rewards, or 1 at an episode's end if it was a success and nothing else"""
 
     # Algorithm
     total_timesteps: int = 1_000_000
@@ -183,8 +183,6 @@ def check_groups(args: Args) -> None:
         fail(f"{sizes}: the envs of a process must divide into groups of two or more")
     if not 0 <= args.filter_success[0] <= args.filter_success[1] <= 1:
         fail(f"--filter-success {args.filter_success} must be two fractions, the lower one first, such as 0.1 0.9")
-    if args.init_from and args.resume not in ("", "auto"):
-        fail("--init-from starts a new run and --resume goes on with an old one: give one of them")
 
 
 def launch(args: Args) -> Accelerator:
@@ -295,8 +293,8 @@ def group_advantages(rewards, active, group_size: int, gamma: float, step_wise: 
     """-> advantages and where they are valid, both [T, N], and the return of each episode [N].
 
     Every env of [T, N] holds one episode, `active` until it ends; `group_size` neighbours started it in the same state.
-    An advantage is how far a return lies above the group's mean, in deviations of the group: for `step_wise` the return
-    from this step on among those still running, else the whole return, the same for all steps of an episode.
+    An advantage is how far a return lies above the group's mean, with `scale` in deviations of the group. `step_wise`
+    compares the returns from a step on of those still running, else it is the whole ones, for all steps alike.
     """
     if rewards.dim() != 2 or rewards.shape != active.shape:
         raise ValueError(f"group_advantages needs [T, N] tensors of one shape, not {tuple(rewards.shape)}")
@@ -373,9 +371,12 @@ def due(interval: int, before: int, after: int) -> bool:
 
 def checksum(tensors: list[torch.Tensor]) -> torch.Tensor:
     """A number that changes with any bit of them, small enough for float64 to hold exactly."""
-    bits = torch.cat([t.detach().reshape(-1).view(torch.int16) for t in tensors]).long()
-    place = torch.arange(len(bits), device=bits.device) % 32749 + 1
-    return ((bits * place).sum() % 2**52).double()
+    total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
+    for t in tensors:
+        bits = t.detach().reshape(-1).view(torch.int16).long()
+        place = torch.arange(len(bits), device=bits.device) % 32749 + 1
+        total = (31 * total + (bits * place).sum()) % 2**52
+    return total.double()
 
 
 def digest(path: Path) -> str:
@@ -521,6 +522,10 @@ def main(args: Args) -> None:
         # CRUCIAL: seeded by the global index of each group: with seed + rank, ranks would share most initial states.
         settings = {"first_env": rank * args.num_envs, "group_size": args.group_size}
         env = envs.make(args.env_id, args.num_envs, device=device, seed=args.seed, **settings)
+        if "rgb" in env.single_observation_space.keys():
+            raise ValueError(
+                f"{args.env_id} is to be seen in pictures, which this policy has no eyes for: use ppo_vla_async.py"
+            )
     except ValueError as error:
         errors = [str(error)]
     if errors := gather_object(errors):
@@ -576,10 +581,14 @@ def main(args: Args) -> None:
             if (old := about["args"].get(name)) != new and name not in ("resume", "run_name", "output_dir"):
                 accelerator.print(f"  --{name.replace('_', '-')} is {new}, was {old}")
         global_step, iteration, steps_trained = trainer["global_step"], trainer["iteration"], trainer["steps_trained"]
-        best, learning_rate = trainer["best"], trainer["learning_rate"]
+        best = trainer["best"]
+        if args.lr_schedule == "adaptive":  # the other schedules follow from the arguments
+            learning_rate = trainer["learning_rate"]
         optimizer.optimizer.load_state_dict(trainer["optimizer"])
         if reference and trainer["reference"]:
             reference.load_state_dict(trainer["reference"])
+        elif reference:
+            accelerator.print("  the KL is to the policy of this checkpoint: the run has kept no older one")
         changed = f"{trainer['world_size']} processes became {world}" if trainer["world_size"] != world else None
         if not changed and about["args"]["num_envs"] != args.num_envs:
             changed = "--num-envs changed"
@@ -690,13 +699,12 @@ def main(args: Args) -> None:
                     break
             steps = step + 1
             returns, lengths, success = episodes.unbind(1)
-            if (args.reward == "success" or args.filter_success != (0.0, 1.0)) and success.isnan().any():
-                fail(f"{args.env_id} does not say what success is: leave --reward and --filter-success as they are")
+            unknown = (args.reward == "success" or args.filter_success != (0.0, 1.0)) and bool(success.isnan().any())
 
             # ---- Advantages
             rollout = storage[:steps]
             obs, rewards, active = (rollout[k] for k in ("obs", "reward", "active"))
-            finite = all(x.isfinite().all() for x in (rewards, *obs.values()))
+            finite = unknown or all(x.isfinite().all() for x in (rewards, *obs.values()))
             advantages, valid, scores = group_advantages(
                 rewards, active, args.group_size, args.gamma, args.advantage == "step", args.scale
             )
@@ -709,16 +717,18 @@ def main(args: Args) -> None:
             groups = scores.view(-1, args.group_size)
             silent = ~valid.any(0).view(-1, args.group_size).any(1)
             sums = [x.double().sum() for x in (returns, lengths, success, scores, groups.std(1, correction=0), silent)]
-            flags = [active.numel(), active.sum(), valid.sum(), not finite, bool(stop_signals)]
+            flags = [active.numel(), active.sum(), valid.sum(), not finite, unknown, bool(stop_signals)]
             flags = torch.tensor(flags, dtype=torch.float64, device=device)
             rollout_seconds = time.perf_counter() - rollout_start
             gathered = accelerator.gather(torch.cat([flags, torch.stack(sums)])[None]).cpu()
             wait_seconds = time.perf_counter() - rollout_start - rollout_seconds
         flags, sums = gathered.split([len(flags), len(sums)], dim=1)
-        rows, collected, counts, broken, stop = flags.long().unbind(1)
+        rows, collected, counts, broken, unknown, stop = flags.long().unbind(1)
         if broken.any():
             where = ", ".join(map(str, broken.nonzero().view(-1).tolist()))
             fail(f"NaN or infinity from {args.env_id} on rank {where} in iteration {iteration}: no update was made")
+        if unknown.any():
+            fail(f"{args.env_id} does not always say what success is: leave --reward and --filter-success as they are")
         steps_taken, samples = int(collected.sum()), int(counts.sum())
         global_step += steps_taken
         finished = global_step >= args.total_timesteps
@@ -828,7 +838,7 @@ def main(args: Args) -> None:
             video = run_dir / "videos" / f"step_{global_step}.gif" if render else None
             log |= evaluate(agent, eval_env, accelerator, video)
             log["time/eval"] = time.perf_counter() - eval_start
-            score = [log.get("eval/success_rate", 0.0), log["eval/episodic_return"]]
+            score = [log.get("eval/success_rate", 0.0), log.get("eval/episodic_return", -math.inf)]
             improved = best is None or score > best
             best = score if improved else best
         if finished or stopping or improved or due(args.save_interval, global_step - steps_taken, global_step):

@@ -371,9 +371,12 @@ def due(interval: int, before: int, after: int) -> bool:
 
 def checksum(tensors: list[torch.Tensor]) -> torch.Tensor:
     """A number that changes with any bit of them, small enough for float64 to hold exactly."""
-    bits = torch.cat([t.detach().reshape(-1).view(torch.int16) for t in tensors]).long()
-    place = torch.arange(len(bits), device=bits.device) % 32749 + 1
-    return ((bits * place).sum() % 2**52).double()
+    total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
+    for t in tensors:
+        bits = t.detach().reshape(-1).view(torch.int16).long()
+        place = torch.arange(len(bits), device=bits.device) % 32749 + 1
+        total = (31 * total + (bits * place).sum()) % 2**52
+    return total.double()
 
 
 def digest(path: Path) -> str:
@@ -518,6 +521,10 @@ def main(args: Args) -> None:
         eval_env = envs.make(args.env_id, last - first, device=device, seed=EVAL_SEED, first_env=first, render=render)
         # CRUCIAL: seeded by the global index of each env: with seed + rank, ranks would share most initial states.
         env = envs.make(args.env_id, args.num_envs, device=device, seed=args.seed, first_env=rank * args.num_envs)
+        if "rgb" in env.single_observation_space.keys():
+            raise ValueError(
+                f"{args.env_id} is to be seen in pictures, which this policy has no eyes for: use ppo_vla_async.py"
+            )
     except ValueError as error:
         errors = [str(error)]
     if errors := gather_object(errors):
@@ -566,7 +573,9 @@ def main(args: Args) -> None:
             if (old := about["args"].get(name)) != new and name not in ("resume", "run_name", "output_dir"):
                 accelerator.print(f"  --{name.replace('_', '-')} is {new}, was {old}")
         global_step, iteration, steps_trained = trainer["global_step"], trainer["iteration"], trainer["steps_trained"]
-        best, learning_rate = trainer["best"], trainer["learning_rate"]
+        best = trainer["best"]
+        if args.lr_schedule == "adaptive":  # the other schedules follow from the arguments
+            learning_rate = trainer["learning_rate"]
         window.extend(trainer["window"])
         optimizer.optimizer.load_state_dict(trainer["optimizer"])
         changed = f"{trainer['world_size']} processes became {world}" if trainer["world_size"] != world else None
@@ -832,7 +841,7 @@ def main(args: Args) -> None:
             video = run_dir / "videos" / f"step_{global_step}.gif" if render else None
             log |= evaluate(agent, eval_env, accelerator, video)
             log["time/eval"] = time.perf_counter() - eval_start
-            score = [log.get("eval/success_rate", 0.0), log["eval/episodic_return"]]
+            score = [log.get("eval/success_rate", 0.0), log.get("eval/episodic_return", -math.inf)]
             improved = best is None or score > best
             best = score if improved else best
         if finished or stopping or improved or due(args.save_interval, global_step - samples, global_step):

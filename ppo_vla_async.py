@@ -117,7 +117,7 @@ class Args:
     """learning rate of cloning"""
 
     # Algorithm
-    total_timesteps: int = 100_000
+    total_timesteps: int = 80_000
     """env steps of all processes together"""
     num_chunks: int = 16
     """action chunks of each env in one rollout"""
@@ -355,6 +355,8 @@ class Agent(nn.Module):
         except (ImportError, AttributeError):
             self.processor = PlainProcessor(path)
         tokenizer = self.processor.tokenizer
+        if hasattr(self.processor.image_processor, "do_image_splitting"):
+            self.processor.image_processor.do_image_splitting = False  # one picture, not seventeen tiles of it
 
         # The prompt of each instruction, around a picture of the size that the env gives.
         texts = [self._prompt(words) for words in env.instructions]
@@ -387,11 +389,13 @@ class Agent(nn.Module):
                 if isinstance(getattr(module, name, None), float):
                     setattr(module, name, 0.0)
         vision = [name for name, _ in model.named_parameters() if re.search("vision|visual", name)]
+        if args.freeze_vision and not vision:
+            raise ValueError("no part of it is called vision or visual: leave out --freeze-vision")
         if args.lora_rank:
             skip = "|".join(re.escape(n.removesuffix(".weight")) for n in vision) if args.freeze_vision else None
             rank = {"r": args.lora_rank, "lora_alpha": 2 * args.lora_rank, "lora_dropout": 0.0}
             model = get_peft_model(model, LoraConfig(**rank, target_modules="all-linear", exclude_modules=skip))
-        elif args.freeze_vision:
+        elif args.freeze_vision and vision:
             for name, p in model.named_parameters():
                 p.requires_grad_(name not in vision)
         if args.gradient_checkpointing:
@@ -441,8 +445,8 @@ class Agent(nn.Module):
                 cache = out.past_key_values
                 parts.append(out.logits[:, -1, self.bins].float().log_softmax(-1))
                 # CRUCIAL: the global generator is shared by all threads: drawing from it, none could be repeated.
-                noise = torch.empty_like(parts[-1]).exponential_(generator=generator).log()
-                chosen.append((parts[-1] if deterministic else parts[-1] - noise).argmax(-1))
+                noise = 0.0 if deterministic else torch.empty_like(parts[-1]).exponential_(generator=generator).log()
+                chosen.append((parts[-1] - noise).argmax(-1))
                 feed = self._follow(inputs, torch.stack(chosen, 1))
                 if self.positions:  # Qwen counts in three dimensions, and leaves it to its caller to count on
                     place = feed["attention_mask"].sum(-1, keepdim=True) - 1 + self.positions[0].rope_deltas
@@ -480,11 +484,13 @@ class Agent(nn.Module):
 
 def export(agent: Agent, folder: Path) -> None:
     """Write the policy's folder as a whole, in place of an older one."""
-    part = folder.with_name(f".{folder.name}.part")
+    part, old = (folder.with_name(f".{folder.name}.{word}") for word in ("part", "old"))
     shutil.rmtree(part, ignore_errors=True)
     agent.save(part)
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
     part.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def trainable(agent: nn.Module) -> dict[str, nn.Parameter]:
@@ -696,7 +702,7 @@ class Collector:
 
 @torch.no_grad()
 def evaluate_policy(
-    agent: Agent, env: envs.VecEnv, accelerator: Accelerator, video: Path | None, shift: int = 0
+    agent: Agent, env: envs.VecEnv, accelerator: Accelerator, video: Path | None, batch: int, shift: int = 0
 ) -> dict:
     """One deterministic episode in each eval env of every rank; with `shift`, after being told another instruction."""
     agent.eval()
@@ -708,7 +714,8 @@ def evaluate_policy(
         told = obs[rows]
         told["instruction"] = (told["instruction"] + shift) % len(env.instructions)
         actions = torch.zeros(env.num_envs, agent.chunk, agent.size, device=env.device)
-        actions[rows] = agent.actions(agent(agent.see(told), deterministic=True)[0])
+        said = [agent(agent.see(part), deterministic=True)[0] for part in told.split(batch)]
+        actions[rows] = agent.actions(torch.cat(said))
         for action in actions.unbind(1):
             if video:
                 frames += [label(env.render(), tasks)] * 4  # episodes are short: show them slowly
@@ -744,7 +751,7 @@ def save_video(frames: list[torch.Tensor], path: Path) -> None:
 
 @torch.no_grad()
 def demonstrate(agent: Agent, env: envs.VecEnv, noise: float = 0.5) -> tuple[TensorDict, torch.Tensor]:
-    """One episode of the expert in each env: what it saw, and the tokens of what it would do from there.
+    """One episode of the expert in each env: the observations, and the tokens of what it would do from there.
 
     Its actions are carried out with noise, so that it also shows how to recover.
     """
@@ -753,11 +760,12 @@ def demonstrate(agent: Agent, env: envs.VecEnv, noise: float = 0.5) -> tuple[Ten
     seen, labels, running = [], [], []
     while active.any():
         action = env.expert_action()
-        seen.append(agent.see(obs)), labels.append(action), running.append(active)
+        seen.append(obs.select("rgb", "instruction")), running.append(active)
+        labels.append(action * active[:, None])  # after the end: nothing
         shaken = action + noise * torch.randn(action.shape, generator=generator, device=env.device)
         obs, _, terminated, truncated, _ = env.step(shaken, active)
         active = active & ~(terminated | truncated)
-    labels += [torch.zeros_like(labels[0])] * (agent.chunk - 1)  # after the end: nothing
+    labels += [torch.zeros_like(labels[0])] * (agent.chunk - 1)
     chunks = torch.stack([torch.stack(labels[t : t + agent.chunk], 1) for t in range(len(seen))])
     rows = torch.stack(running).view(-1)
     return torch.cat(seen)[rows], agent.tokens(chunks.flatten(0, 1))[rows]
@@ -770,9 +778,12 @@ def due(interval: int, before: int, after: int) -> bool:
 
 def checksum(tensors: list[torch.Tensor]) -> torch.Tensor:
     """A number that changes with any bit of them, small enough for float64 to hold exactly."""
-    bits = torch.cat([t.detach().reshape(-1).view(torch.int16) for t in tensors]).long()
-    place = torch.arange(len(bits), device=bits.device) % 32749 + 1
-    return ((bits * place).sum() % 2**52).double()
+    total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
+    for t in tensors:
+        bits = t.detach().reshape(-1).view(torch.int16).long()
+        place = torch.arange(len(bits), device=bits.device) % 32749 + 1
+        total = (31 * total + (bits * place).sum()) % 2**52
+    return total.double()
 
 
 def digest(path: Path) -> str:
@@ -865,6 +876,11 @@ def load_together(folders: list[Path], accelerator: Accelerator, fall_back: bool
     return None
 
 
+def frozen_checksum(agent: Agent) -> float:
+    frozen = [p for p in agent.parameters() if not p.requires_grad]
+    return checksum(frozen).item() if frozen else 0.0
+
+
 def load_trained(agent: Agent, folder: Path, weights: dict, about: dict, args: Args) -> None:
     for name in (
         "env_id",
@@ -877,6 +893,8 @@ def load_trained(agent: Agent, folder: Path, weights: dict, about: dict, args: A
         if old != new:
             fail(f"{folder} was trained with {name} = {old}, not {new}: set --{name.replace('_', '-')} to match it")
     mine = trainable(agent)
+    if about["frozen"] != frozen_checksum(agent):
+        fail(f"{folder} was trained on other weights than those that --model-path {args.model_path} has now")
     if weights.keys() != mine.keys() or any(weights[k].shape != p.shape for k, p in mine.items()):
         fail(f"{folder} does not fit this model: other weights were trained, or of another shape")
     agent.load_state_dict(weights, strict=False)
@@ -918,7 +936,9 @@ def open_model(args: Args, accelerator: Accelerator, env: envs.VecEnv) -> Agent:
                 make_tiny(part, args.seed)
                 part.rename(path)
     except OSError as error:
-        errors = [f"cannot write {path}: {error.strerror}; choose another --output-dir"]
+        shutil.rmtree(part, ignore_errors=True)
+        if not Path(path).exists():  # if it does by now, another run was quicker
+            errors = [f"cannot write {path}: {error.strerror}; choose another --output-dir"]
     if errors := gather_object(errors):
         fail(errors[0])
     try:
@@ -927,6 +947,11 @@ def open_model(args: Args, accelerator: Accelerator, env: envs.VecEnv) -> Agent:
             raise ValueError(f"it is a {config.model_type} model, which takes no pictures and answers in words")
         torch.manual_seed(args.seed)  # the same value head and adapters on every rank
         agent = Agent(env, path, args)
+        seen = agent.see(env.reset()[:1])
+        with torch.no_grad():
+            tokens, drawn, _, _ = agent.eval()(seen, deterministic=True)
+            if not torch.allclose(drawn, agent(seen, tokens)[1], atol=0.1):
+                raise ValueError("actions drawn token by token and scored in one pass have different probabilities")
     except Exception as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         errors = [f"cannot use --model-path {args.model_path}: {reason}"]
@@ -965,19 +990,6 @@ def main(args: Args) -> None:
     if errors := gather_object(errors):
         fail(errors[0])
     agent = open_model(args, accelerator, env).to(device)
-
-    if args.evaluate:
-        if not (found := broadcast_object_list([find_checkpoints(Path(args.checkpoint), "best")[:1]])[0]):
-            fail(f"no checkpoint at {args.checkpoint}: give a run folder or one of its checkpoints/step_* folders")
-        folder, weights, about, _, _ = load_together(found, accelerator, fall_back=False)
-        load_trained(agent, folder, weights, about, args)
-        scores = evaluate_policy(agent, eval_env, accelerator, folder / "evaluation.gif" if render else None)
-        accelerator.print(f"{folder}: " + ", ".join(f"{k} {v:.4g}" for k, v in scores.items()))
-        accelerator.end_training()
-        return
-
-    stem = f"{args.env_id.replace('/', '-')}__ppo_vla_async__{args.seed}"
-    run_dir, may_exist, loaded = open_run(args, accelerator, stem)
     # A backward that counts for nothing tells which weights take part at all: DDP waits for a gradient of every one.
     next_obs = env.reset()
     tokens = torch.zeros(1, agent.chunk * agent.size, dtype=torch.int64, device=device)
@@ -985,6 +997,21 @@ def main(args: Args) -> None:
     for p in agent.parameters():
         p.requires_grad_(p.grad is not None)
     agent.zero_grad()
+
+    if args.evaluate:
+        if not (found := broadcast_object_list([find_checkpoints(Path(args.checkpoint), "best")[:1]])[0]):
+            fail(f"no checkpoint at {args.checkpoint}: give a run folder or one of its checkpoints/step_* folders")
+        folder, weights, about, _, _ = load_together(found, accelerator, fall_back=False)
+        load_trained(agent, folder, weights, about, args)
+        scores = evaluate_policy(
+            agent, eval_env, accelerator, folder / "evaluation.gif" if render else None, args.num_envs
+        )
+        accelerator.print(f"{folder}: " + ", ".join(f"{k} {v:.4g}" for k, v in scores.items()))
+        accelerator.end_training()
+        return
+
+    stem = f"{args.env_id.replace('/', '-')}__ppo_vla_async__{args.seed}"
+    run_dir, may_exist, loaded = open_run(args, accelerator, stem)
     if loaded:
         folder, weights, about, trainer, local = loaded
         load_trained(agent, folder, weights, about, args)
@@ -1080,7 +1107,7 @@ def main(args: Args) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, on_signal)
-    about = {"env_id": args.env_id, "args": asdict(args)}
+    about = {"env_id": args.env_id, "args": asdict(args), "frozen": frozen_checksum(agent)}
     versions = {k: version(k) for k in ("torch", "accelerate", "tensordict", "gymnasium", "transformers", "peft")}
     parameters = list(trainable(agent).values())
     sizes = {"charts/trainable_parameters": sum(p.numel() for p in parameters)}
@@ -1102,16 +1129,18 @@ def main(args: Args) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = args.bc_learning_rate * (1.0 - (update - 1) / args.bc_updates)
             rows = torch.randint(len(labels), (args.bc_batch,), device=device)
-            _, logprob, _, value = model(seen[rows], labels[rows])
+            _, logprob, _, value = model(agent.see(seen[rows]), labels[rows])
             accelerator.backward(0.0 * value.sum() - logprob.mean())
-            accelerator.clip_grad_norm_(parameters, args.max_grad_norm)
+            norm = accelerator.clip_grad_norm_(parameters, args.max_grad_norm)
+            adam.found_inf = (~norm.isfinite()).float()
             adam.step()
             adam.zero_grad()
             if accelerator.is_main_process and (update == args.bc_updates or time.time() > last_print + 5):
                 last_print = time.time()
                 print(f"cloning {update}/{args.bc_updates}  loss {-logprob.mean().item():.3f}", flush=True)
         optimizer.optimizer.state.clear()
-        log = evaluate_policy(agent, eval_env, accelerator, run_dir / "videos" / "step_0.gif" if render else None)
+        video = run_dir / "videos" / "step_0.gif" if render else None
+        log = evaluate_policy(agent, eval_env, accelerator, video, args.num_envs)
         accelerator.log(log, step=0)
         accelerator.print("cloned: " + ", ".join(f"{k} {v:.4g}" for k, v in log.items()))
 
@@ -1128,7 +1157,7 @@ def main(args: Args) -> None:
             begin = time.perf_counter()
             progressed = min(global_step / args.total_timesteps, 1.0)
             decay = 1.0 - 0.9 * progressed * args.anneal_lr
-            rates = [args.learning_rate * decay * (iteration > args.value_warmup), args.value_learning_rate * decay]
+            rates = [args.learning_rate * decay, args.value_learning_rate * decay]
             for group, rate in zip(optimizer.param_groups, rates):
                 group["lr"] = rate
 
@@ -1144,11 +1173,11 @@ def main(args: Args) -> None:
                 agent.eval()
                 parts = [agent(part["obs"], part["tokens"]) for part in batch.split(size)]
                 batch["prox_logprob"], values = (torch.cat([p[i] for p in parts]) for i in (1, 3))
-                next_value = agent(rollout["next_seen"], blank[:N])[3]
+                next_value = torch.cat([agent(x, blank[: len(x)])[3] for x in rollout["next_seen"].split(size)])
                 final_values = values * batch["truncated"]  # if the simulator gives no final observations
                 if "final_obs" in rollout:
-                    seen = rollout["final_obs"]
-                    final_values[rollout["final_rows"]] = agent(seen, blank[: len(seen)])[3]
+                    seen = rollout["final_obs"].split(size)
+                    final_values[rollout["final_rows"]] = torch.cat([agent(x, blank[: len(x)])[3] for x in seen])
                 values, final_values = values.view(T, N), final_values.view(T, N)
                 rewards, steps = data["reward"], data["steps"]
                 finite = all(x.isfinite().all() for x in (rewards, final_values, next_value))
@@ -1208,6 +1237,9 @@ def main(args: Args) -> None:
                             # All ranks hold as many samples: the mean over ranks is the mean over all of them.
                             accelerator.backward(loss / size)
                         logged = logged + part_logged
+                    if iteration <= args.value_warmup:  # the value head alone, and nothing for Adam to remember
+                        for p in optimizer.param_groups[0]["params"]:
+                            p.grad = None
                     norm = accelerator.clip_grad_norm_(parameters, args.max_grad_norm)
                     # CRUCIAL: after the all-reduce a NaN is on every rank, and the fused Adam skips its step where this
                     # is 1: on all of them together, and without a look at the GPU.
@@ -1267,13 +1299,13 @@ def main(args: Args) -> None:
                 if finished or (evaluating and not stopping):
                     eval_start = time.perf_counter()
                     video = run_dir / "videos" / f"step_{global_step}.gif" if render else None
-                    log |= evaluate_policy(agent, eval_env, accelerator, video)
+                    log |= evaluate_policy(agent, eval_env, accelerator, video, args.num_envs)
                     log["time/eval"] = time.perf_counter() - eval_start
-                    score = [log.get("eval/success_rate", 0.0), log["eval/episodic_return"]]
+                    score = [log.get("eval/success_rate", 0.0), log.get("eval/episodic_return", -math.inf)]
                     improved = best is None or score > best
                     best = score if improved else best
                 if finished:
-                    told_wrong = evaluate_policy(agent, eval_env, accelerator, None, shift=1)
+                    told_wrong = evaluate_policy(agent, eval_env, accelerator, None, args.num_envs, shift=1)
                     log["eval/success_rate_wrong_instruction"] = told_wrong.get("eval/success_rate", math.nan)
                 trainer = {
                     "optimizer": optimizer.optimizer.state_dict(), "best": best, "global_step": global_step,
@@ -1289,9 +1321,14 @@ def main(args: Args) -> None:
                 if accelerator.is_main_process:
                     for old in find_checkpoints(run_dir, "best")[1 + args.keep_checkpoints :]:
                         shutil.rmtree(old, ignore_errors=True)
-                    if improved:
+                errors = []
+                try:
+                    if improved and accelerator.is_main_process:
                         export(agent, run_dir / "policy")
-                collector.rest(math.inf)
+                except Exception as error:
+                    errors = [f"cannot write {run_dir / 'policy'}: {error}; the checkpoint is saved"]
+                if errors := gather_object(errors):
+                    fail(errors[0])
                 evaluating, rest_at = False, None
 
             # ---- Log
@@ -1311,6 +1348,8 @@ def main(args: Args) -> None:
             if resting:
                 break
             collector.publish(agent)
+            if rest_at is None:  # with the new weights, it may go on
+                collector.rest(math.inf)
 
     # ---- Finish
     progress.close()

@@ -51,6 +51,11 @@ RUNS = {
         3,
         "eval/success_rate",
     ),
+    "grpo_pushcube_different_starts": (
+        "python benchmarks/embodichain_grpo.py --group-size 8 --no-scale --eval-interval 50000",
+        3,
+        "eval/success_rate",
+    ),
     "grpo_cartpole": (
         "python grpo_ddp.py --env-id CartPole --num-envs 64 --eval-interval 50000",
         3,

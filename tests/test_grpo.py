@@ -4,6 +4,7 @@ source (test_siblings.py) and tested there."""
 import json
 import math
 import os
+import shutil
 import signal
 
 import gymnasium as gym
@@ -80,12 +81,11 @@ def test_advantages_of_steps_by_hand():
 
 def test_groups_without_variance_are_not_valid():
     """Also where the returns differ by rounding alone, as sums in another order do."""
-    rewards, active = episodes([0.1, 0.2, 0.3], [0.3, 0.2, 0.1], [0.2, 0.4], [0.0, 1.0], [1.0], [1.0, 0.0])
+    rewards, active = episodes([1.0, 0.0], [1.0 + 2**-22, 0.0], [1.0 - 2**-22, 0.0], [0.0, 1.0], [1.0], [1.0, 0.0])
     for step_wise in (False, True):
-        advantages, valid, _ = group_advantages(rewards, active, 3, 1.0, step_wise, scale=True)
-        if not step_wise:
-            assert not valid.any() and not advantages.any()
-        assert advantages.isfinite().all() and advantages.abs().max() < 2
+        advantages, valid, returns = group_advantages(rewards, active, 3, 1.0, step_wise, scale=True)
+        assert len(returns[:3].unique()) == 3 and not valid[0].any() and not advantages[0].any()
+        assert step_wise or not valid.any()
 
 
 def test_flat_data_is_refused():
@@ -209,11 +209,15 @@ def test_masked_steps_contribute_nothing(tmp_path, made):  # noqa: F811
                 clock += 1
                 cut = clock >= 20 + 5 * torch.arange(8)
                 running = active.setdefault("running", torch.ones(8, dtype=torch.bool))
+                before = running.clone()
                 truncated = cut & running
                 reward = torch.where(running, reward, torch.tensor(garbage))
                 running &= ~cut
                 obs = obs.clone()
                 obs["state"][~running] = garbage
+                info["metrics"]["distance"] = torch.where(before, info["metrics"]["distance"], garbage)
+                for name, x in info["episode"].items():
+                    info["episode"][name] = torch.where(before, x.float(), garbage)
                 if not running.any():
                     active.clear()
             return obs, reward, terminated & False, truncated, info
@@ -230,15 +234,24 @@ def test_masked_steps_contribute_nothing(tmp_path, made):  # noqa: F811
     assert metrics[0]["charts/idle_fraction"] == pytest.approx(140 / 440)
 
 
-def test_success_as_the_only_reward(tmp_path, monkeypatch):
+def test_success_as_the_only_reward(tmp_path, monkeypatch, made):  # noqa: F811
     real, seen = grpo_ddp.group_advantages, []
     monkeypatch.setattr(grpo_ddp, "group_advantages", lambda *a: (seen.append(a), real(*a))[1])
-    grpo_ddp.main(small(tmp_path, env_id="CartPole", reward="success", total_timesteps=1000, eval_episodes=1))
+    success = torch.tensor([1.0, 0, 0, 1, 1, 1, 0, 1])
+
+    def hook(env, obs, reward, terminated, truncated, info):
+        info["episode"]["success"] = success[: env.num_envs]
+        return obs, reward, terminated, truncated, info
+
+    made.hook = hook
+    grpo_ddp.main(small(tmp_path, reward="success", gamma=1.0, total_timesteps=800))
+    ((rewards, active, *_),) = seen
+    assert torch.equal(rewards.sum(0), success) and set(rewards.unique().tolist()) == {0.0, 1.0}
+    assert torch.equal(rewards.argmax(0)[success > 0], active.sum(0)[success > 0] - 1)  # at the last step
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    for rewards, active, *_ in seen:
-        assert set(rewards.unique().tolist()) <= {0.0, 1.0} and not rewards[~active].any()
-    assert summary["charts/group_return_mean"] == summary["charts/success_rate"]
-    with pytest.raises(SystemExit, match="gym/CartPole-v1 does not say what success is"):
+    assert summary["charts/group_return_mean"] == summary["charts/success_rate"] == 5 / 8
+    del made.hook
+    with pytest.raises(SystemExit, match="gym/CartPole-v1 does not always say what success is"):
         grpo_ddp.main(small(tmp_path, env_id="gym/CartPole-v1", reward="success", run_name="gym"))
 
 
@@ -280,15 +293,21 @@ def test_starts_from_a_policy_of_either_script(tmp_path, source, monkeypatch, ca
     settings = {"output_dir": str(tmp_path), "num_envs": 8, "eval_episodes": 4, "num_minibatches": 2}
     module.main(module.Args(run_name="first", total_timesteps=900, **steps, **settings))
     before = checkpoint(newest(tmp_path / "first"))
-    grpo_ddp.main(small(tmp_path, init_from=str(tmp_path / "first"), learning_rate=1e-12, total_timesteps=1))
+    settings = {"init_from": str(tmp_path / "first"), "kl_coef": 0.1}
+    grpo_ddp.main(small(tmp_path, total_timesteps=1, **settings))
     assert "starting from the policy of" in capsys.readouterr().out
     after = checkpoint(newest(tmp_path / "run"))
-    weights = [k for k in after if k.startswith("model.actor")]
-    assert len(weights) == 7
-    for k in weights:
-        torch.testing.assert_close(before[k], after[k], atol=1e-9, rtol=0)
+    reference = after["trainer"]["reference"]  # taken before the first update
+    assert sum(k.startswith("actor") for k in reference) == 7 and "obs_moments.state.var" in reference
+    for k, v in reference.items():
+        assert torch.equal(v, before[f"model.{k}"]), k
     count = "model.obs_moments.state.count"
     assert after[count] == before[count] + after["trainer"]["global_step"]
+    shutil.rmtree(tmp_path / "first")  # no longer needed: what goes on is the run itself
+    grpo_ddp.main(small(tmp_path, total_timesteps=1600, resume="auto", **settings))
+    text = capsys.readouterr().out
+    assert "resuming" in text and "starting from" not in text
+    assert_same(checkpoint(newest(tmp_path / "run"))["trainer"]["reference"], reference)
 
 
 # ---- Resume
@@ -355,32 +374,36 @@ def test_nan_from_the_env_stops_the_run(tmp_path, made):  # noqa: F811
 @pytest.mark.parametrize("mute", [[0, 4], [0, 8], [8, 8]])
 def test_gradient_equals_that_of_the_joined_batch(tmp_path, mute):
     """With unequal valid counts, with nothing valid on one rank, and nothing valid anywhere: then no step is made."""
-    settings = {"num_minibatches": 1, "update_epochs": 1, "max_grad_norm": 1e9, "total_timesteps": 1}
-    settings |= {"kl_coef": 0.1, "ent_coef": 0.01, "learning_rate": 1e-12}
+    settings = {"num_minibatches": 1, "update_epochs": 2, "max_grad_norm": 1e9, "total_timesteps": 1}
+    settings |= {"kl_coef": 0.1, "ent_coef": 0.01, "learning_rate": 1e-2}
     ranks, _ = worker(tmp_path, "gradient", 2, mute=mute, **settings)
     summary = json.loads((tmp_path / "gradient_2" / "run" / "summary.json").read_text())
     assert summary["charts/groups_without_signal"] == sum(mute) / 16
-    assert summary["global_step"] == 1600 and summary["charts/steps_trained"] == 100 * (16 - sum(mute))
+    assert summary["global_step"] == 1600 and summary["charts/steps_trained"] == 2 * 100 * (16 - sum(mute))
     if mute == [8, 8]:
         assert ranks[0]["updates"] == ranks[1]["updates"] == 0
         for rank in ranks:
             assert_same_bits(*({k: v for k, v in rank[w].items() if "moments" not in k} for w in ("initial", "final")))
         return
-    assert ranks[0]["updates"] == ranks[1]["updates"] == 1
+    assert ranks[0]["updates"] == ranks[1]["updates"] == 2
     agent = Agent(envs.make("PushCube", 1), Args())
-    agent.load_state_dict(ranks[0]["initial"])
-    loss, count = 0.0, 0
-    for rank, muted in zip(ranks, mute):
-        (batch,) = rank["batches"]
-        assert len(batch["action"]) == max(1, 100 * (8 - muted))
-        if muted < 8:
-            _, logprob, entropy = agent(batch["obs"], batch["action"])
-            loss, count = loss + grpo_loss(logprob, entropy, *batch["inputs"][2:])[0], count + len(logprob)
-    (loss / count).backward()
-    for rank in ranks:
-        for gradient, p in zip(rank["gradients"][0], agent.parameters()):
-            torch.testing.assert_close(gradient, p.grad, atol=1e-6, rtol=0)
-    assert sum(p.grad.abs().sum() for p in agent.parameters()) > 1e-3
+    for update in (0, 1):  # in the second the policy is no longer the reference, so the KL has a gradient too
+        agent.load_state_dict(ranks[0]["weights"][update])
+        agent.zero_grad()
+        loss, count, kl = 0.0, 0, 0.0
+        for rank, muted in zip(ranks, mute):
+            batch = rank["batches"][update]
+            assert len(batch["action"]) == max(1, 100 * (8 - muted))
+            if muted < 8:
+                _, logprob, entropy = agent(batch["obs"], batch["action"])
+                part, logged = grpo_loss(logprob, entropy, *batch["inputs"][2:])
+                loss, count, kl = loss + part, count + len(logprob), kl + logged[LOSSES.index("losses/ref_kl")]
+        (loss / count).backward()
+        assert (kl > 1e-3) == (update == 1)
+        for rank in ranks:
+            for gradient, p in zip(rank["gradients"][update], agent.parameters()):
+                torch.testing.assert_close(gradient, p.grad, atol=1e-6, rtol=0)
+        assert sum(p.grad.abs().sum() for p in agent.parameters()) > 1e-3
 
 
 def test_parameters_are_bit_equal_after_updates(tmp_path):
@@ -401,7 +424,7 @@ BAD = {
     "--group-size 0": "groups of two or more",
     "--filter-success 0.9 0.1": "the lower one first, such as 0.1 0.9",
     "--init-from nowhere": "no checkpoint at nowhere",
-    "--init-from runs/a --resume runs/b": "give one of them",
+    "--env-id Tabletop": "use ppo_vla_async.py",
     "--clip-coef-high 0": "--clip-coef-high must be greater than 0",
     "--kl-coef -1": "--kl-coef must be 0 or more",
     "--num-envs 0": "--num-envs must be greater than 0",

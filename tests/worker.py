@@ -56,6 +56,7 @@ def run(name: str, case: str, output: str, changes: dict) -> None:
         record["updates"] += 1
         if case == "gradient":
             record["gradients"].append([p.grad.clone() for p in agents[0].parameters()])
+            record.setdefault("weights", []).append({k: v.clone() for k, v in agents[0].state_dict().items()})
         if case == "corrupt" and rank == 1 and record["updates"] == 5:
             next(agents[0].parameters()).data.view(-1)[0] += 1e-7
         return step(self, *a, **k)
