@@ -148,8 +148,10 @@ def test_sampled_and_scored_probabilities_agree(folders, name, lora_rank):
             nn.init.normal_(p, std=0.1)
     assert agent.prompt_attention_mask.sum(1).unique().numel() == 3
     seen, generator = agent.see(env.reset()), torch.Generator().manual_seed(0)
+    everybodys = torch.get_rng_state()
     with torch.no_grad():
         tokens, logprob, entropy, value = agent(seen, generator=generator)
+        assert torch.equal(torch.get_rng_state(), everybodys)  # the other thread's numbers stay as they are
         again = agent(seen, tokens)
         greedy = agent(seen, deterministic=True)[0]
     assert tokens.shape == (6, 4) and len(logprob.unique()) == 6 and 0 < entropy.min() < 4 * math.log(256)
@@ -180,6 +182,18 @@ def test_prompts_and_pictures_reach_the_model(folders):
         other = obs.clone()
         other["rgb"] = obs["rgb"].roll(1, 0)
         assert (agent(agent.see(other), tokens)[1] - base).abs().min() > 1e-6
+
+
+def test_dropout_is_off(tmp_path, folders):
+    """Also in training mode, which gradient checkpointing needs."""
+    shutil.copytree(folders("idefics3"), tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["text_config"]["attention_dropout"] = config["vision_config"]["attention_dropout"] = 0.5
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    env = envs.make("Tabletop", 4, seed=1)
+    agent = Agent(env, str(tmp_path / "model"), Args()).train()
+    seen, tokens = agent.see(env.reset()), torch.full((4, 2), 7)
+    assert torch.equal(agent(seen, tokens)[1], agent(seen, tokens)[1])
 
 
 def test_actions_and_tokens_are_inverse(folders):
@@ -272,7 +286,7 @@ class Line(envs.VecEnv):
     def step(self, action, active=None):
         self.calls += 1
         self.clock += active
-        reward = self.clock.float()  # also of rows that are not active: nobody may count it
+        reward = torch.where(active, self.clock, 100).float()  # nobody may count that of rows that are not active
         done = (self.clock >= self.length) & active
         even = torch.arange(self.num_envs) % 2 == 0
         final = self._obs()
@@ -330,6 +344,24 @@ def test_a_chunk_by_hand():
     assert advantages[1, 0] == 3.0 - 2.0  # success: nothing follows
     assert advantages[1, 1] == 5.0 + 0.25 * 4.0 - 2.0  # the clock: the value of the last observation, two steps on
     torch.testing.assert_close(advantages[0, 1], 2.0 + 0.25 * 2.0 - 0.0 + 0.25 * 0.9 * advantages[1, 1])
+
+
+def test_the_run_discounts_by_the_steps_of_each_chunk(tmp_path, monkeypatch):
+    """And values the end of an episode where the clock ended it, and there alone."""
+    collected, real_collect, real = [], vla.collect, vla.compute_gae
+    monkeypatch.setattr(vla, "collect", lambda *a: (collected.append(real_collect(*a)), collected[-1])[1])
+    checked = []
+
+    def check(rewards, values, next_value, terminated, truncated, final_values, gamma, gae_lambda):
+        data = collected[len(checked)]["data"]
+        assert torch.equal(gamma, 0.7 ** data["steps"]) and torch.equal(rewards, data["reward"])
+        assert torch.equal(final_values != 0, truncated)
+        checked.append(truncated.sum().item())
+        return real(rewards, values, next_value, terminated, truncated, final_values, gamma, gae_lambda)
+
+    monkeypatch.setattr(vla, "compute_gae", check)
+    vla.main(small(tmp_path, action_chunk=3, num_chunks=8, total_timesteps=150, max_staleness=0, bc_updates=0))
+    assert sum(checked) > 4 and any((r["data"]["steps"] < 3).any() for r in collected)
 
 
 # ---- Loss
