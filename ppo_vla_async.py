@@ -17,6 +17,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -1269,8 +1270,12 @@ def main(args: Args) -> None:
             if args.check_interval and iteration % args.check_interval == 0:
                 metrics["checksum"] = checksum(parameters)
             on_gpu = device.type == "cuda"
-            peak = torch.cuda.max_memory_allocated(device) if on_gpu else psutil.Process().memory_info().rss
-            metrics["charts/memory_gb"] = peak / 1e9
+            peak = (
+                torch.cuda.max_memory_allocated(device)
+                if on_gpu
+                else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            )
+            metrics["charts/memory_gb"] = peak / (1e9 if on_gpu else 1e6)
             values = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in metrics.values()])
             on_ranks = dict(zip(metrics, accelerator.gather(values[None]).T.cpu()))  # [W] each
             checksums = on_ranks.pop("checksum")

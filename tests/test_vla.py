@@ -481,6 +481,16 @@ def test_frozen_weights_are_shared_and_trained_ones_are_not(tmp_path, folders):
     assert not any(torch.equal(a, b) for a, b in zip(collector.weights, trainable(agent).values()))
 
 
+def test_frozen_weights_stay_as_they_are(tmp_path, monkeypatch):
+    agents, real = [], vla.open_model
+    monkeypatch.setattr(vla, "open_model", lambda *a: (agents.append(real(*a)), agents[-1])[1])
+    vla.main(small(tmp_path, lora_rank=2, total_timesteps=32))
+    base = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "tiny_1").state_dict()
+    mine = agents[0].model.get_base_model().state_dict()
+    frozen = {k.replace(".base_layer", ""): v for k, v in mine.items() if "lora_" not in k}
+    assert_same(dict(base), frozen)
+
+
 # ---- Faults
 
 
