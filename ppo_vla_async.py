@@ -120,7 +120,7 @@ class Args:
     # Algorithm
     total_timesteps: int = 80_000
     """env steps of all processes together"""
-    num_chunks: int = 16
+    num_chunks: int = 4
     """action chunks of each env in one rollout"""
     max_staleness: int = 1
     """rollout n starts when n - this many updates are done (0: collecting and learning take turns)"""
@@ -136,7 +136,7 @@ class Args:
     """discount"""
     gae_lambda: float = 0.9
     """lambda of generalised advantage estimation"""
-    num_minibatches: int = 8
+    num_minibatches: int = 2
     """minibatches of an epoch; each holds that fraction of the samples of every process"""
     gradient_accumulation: int = 1
     """parts in which a minibatch goes through the model, to save memory"""
