@@ -67,7 +67,7 @@ RUNS = {
         "eval/success_rate",
     ),
     "vla": ("python ppo_vla_async.py --eval-interval 10000", 3, "eval/success_rate"),
-    "vla_sync": ("python ppo_vla_async.py --max-staleness 0 --eval-interval 10000", 3, "eval/success_rate"),
+    "vla_sync": ("python ppo_vla_async.py --max-staleness 0 --eval-interval 10000", 1, "eval/success_rate"),
     "hopper": (f"python ppo_ddp.py {HOPPER} --eval-interval 50000", 1, "eval/episodic_return"),
 }
 
