@@ -415,6 +415,15 @@ def test_parameters_are_bit_equal_after_updates(tmp_path):
     assert one["final"]["obs_moments.state.count"] == summary["global_step"] >= 4000
 
 
+@pytest.mark.parametrize("case", ["nan", "kl"])
+def test_ranks_skip_and_stop_together(tmp_path, case):
+    """A NaN gradient on rank 1 skips that update on both; a KL that rank 1 alone sees ends the epochs of both."""
+    (one, two), _ = worker(tmp_path, case, 2, target_kl=1.0 if case == "kl" else 0.0, update_epochs=5)
+    assert_same_bits(one["final"], two["final"])
+    assert all(x.isfinite().all() for x in one["final"].values())
+    assert one["updates"] == two["updates"] == (2 if case == "kl" else 10)
+
+
 # ---- What users type
 
 

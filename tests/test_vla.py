@@ -389,6 +389,21 @@ def test_stale_data_is_weighted_and_capped():
     assert dict(zip(LOSSES, logged.tolist()))["losses/behaviour_capped"] == 1
 
 
+def test_nan_gradients_never_reach_the_weights(tmp_path, monkeypatch):
+    real, calls = vla.vla_loss, []
+
+    def poisoned(*inputs):
+        calls.append(1)
+        loss, logged = real(*inputs)
+        return (loss * math.nan if len(calls) == 2 else loss), logged
+
+    monkeypatch.setattr(vla, "vla_loss", poisoned)
+    vla.main(small(tmp_path, total_timesteps=16, max_staleness=0, bc_updates=0))
+    saved = checkpoint(newest(tmp_path / "run"))
+    assert all(x.isfinite().all() for k, x in saved.items() if k.startswith("model."))
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["losses/skipped_updates"] == 1
+
+
 # ---- The collector
 
 
