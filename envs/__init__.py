@@ -37,6 +37,7 @@ class VecEnv:
     single_observation_space = None  # gymnasium.spaces.Dict with a Box under each key of obs
     single_action_space = None  # gymnasium Box or Discrete
     instructions: list[str] = []
+    render_rows: int = 0  # how many envs `render` draws
 
     def reset(self, episode: int = 0) -> TensorDict:
         """Every env starts its `episode`-th episode."""

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -68,6 +69,12 @@ class Process(subprocess.Popen):
         parent = psutil.Process(self.pid)
         for process in [*parent.children(recursive=True), parent]:
             process.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def run(*command, timeout: float = 120, ok: bool = True, **extra: str) -> str:

@@ -6,14 +6,13 @@ import json
 import os
 import re
 import shlex
-import socket
 import stat
 from pathlib import Path
 
 import pytest
 import tyro
 import yaml
-from conftest import ROOT, Process, run, script
+from conftest import ROOT, Process, free_port, run, script
 
 import ppo_ddp
 
@@ -38,12 +37,6 @@ def commands() -> list[str]:
                 if line := re.sub(r"\s+#\s.*", "", line).strip():
                     found.append(line)
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def check(line: str, tmp_path: Path) -> None:

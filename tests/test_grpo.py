@@ -353,7 +353,7 @@ def test_a_signal_stops_it_with_a_checkpoint(tmp_path, made, capsys):  # noqa: F
     grpo_ddp.main(small(tmp_path, total_timesteps=1_000_000))
     last = newest(tmp_path / "run")
     assert (tmp_path / "run" / "preempted").read_text() == last.name == "step_2400"
-    assert f"go on with --resume {tmp_path}/run" in capsys.readouterr().out
+    assert f"resume with --resume {tmp_path}/run" in capsys.readouterr().out
 
 
 def test_nan_from_the_env_stops_the_run(tmp_path, made):  # noqa: F811

@@ -8,10 +8,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from tensordict import TensorDict
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import envs
+import grpo_ddp
 import ppo_ddp
-from ppo_ddp import LOSSES, Agent, Args, RunningMoments, compute_gae, evaluate, ppo_loss
+from ppo_ddp import LOSSES, Agent, Args, RunningMoments, checksum, compute_gae, evaluate, ppo_loss
 
 
 def slow_gae(rewards, values, next_value, terminated, truncated, final_values, gamma, lam):
@@ -385,3 +387,89 @@ def test_reward_scaling_is_part_of_the_model(tmp_path, monkeypatch, made):
             expected = torch.stack([r for r, _ in raw[t - 7 : t + 1]]) / torch.stack(returns).std(unbiased=False)
             torch.testing.assert_close(scaled[t // 8], expected)
     assert agents[0].state_dict()["return_moments.count"] == 256
+
+
+@pytest.mark.parametrize("script", [ppo_ddp, grpo_ddp], ids=lambda s: s.__name__)
+def test_layers_such_as_dropout_are_at_rest_but_in_the_update(tmp_path, monkeypatch, script):
+    """A fork that adds dropout must not have it in rollouts and evaluations."""
+    seen = []
+    forward = script.Agent.forward
+
+    def watch(self, obs, action=None, deterministic=False):
+        seen.append((torch.is_grad_enabled(), self.training))
+        return forward(self, obs, action, deterministic)
+
+    monkeypatch.setattr(script.Agent, "forward", watch)
+    sizes = {"output_dir": str(tmp_path), "num_envs": 8, "num_minibatches": 2, "eval_episodes": 4}
+    script.main(script.Args(total_timesteps=1600, eval_interval=800, **sizes))
+    assert {True} == {grad for grad, training in seen if training}
+    assert {False} == {training for grad, training in seen if not grad}
+
+
+@pytest.fixture
+def loss_scale(monkeypatch):
+    """Accelerate's loss scaling of fp16, on the CPU: what the scripts see of it is accelerator.scaler."""
+    real, scalers = ppo_ddp.launch, []
+
+    def launch(args):
+        accelerator = real(args)
+        scalers.append(torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=5))
+        accelerator.scaler = scalers[-1]
+        return accelerator
+
+    monkeypatch.setattr(ppo_ddp, "launch", launch)
+    return scalers
+
+
+def test_the_loss_scale_is_saved_and_restored(tmp_path, loss_scale):
+    ppo_ddp.main(small(tmp_path))
+    saved = loss_scale[0].state_dict()
+    assert saved["scale"] == 2.0**23 and saved["_growth_tracker"] == 1  # 16 updates, doubled after every 5
+    ppo_ddp.main(small(tmp_path, resume="auto", total_timesteps=256))
+    assert loss_scale[1].state_dict() == saved
+
+
+def test_a_loss_scale_that_is_too_high_is_lowered_and_no_reason_to_stop(tmp_path, monkeypatch, loss_scale):
+    """Twelve overflows in a row bring it down; only a scale of 1 that still overflows ends the run."""
+    real, step = ppo_ddp.ppo_loss, []
+
+    def overflowing(*inputs):
+        loss, logged = real(*inputs)
+        step.append(1)
+        return (loss * math.inf if bad(len(step)) else loss), logged
+
+    monkeypatch.setattr(ppo_ddp, "ppo_loss", overflowing)
+    bad = lambda n: n <= 12  # noqa: E731
+    ppo_ddp.main(small(tmp_path))
+    assert loss_scale[0].get_scale() == 2.0**8
+    bad = lambda n: True  # noqa: E731
+    with pytest.raises(SystemExit, match="smaller --learning-rate"):
+        ppo_ddp.main(small(tmp_path, run_name="never", total_timesteps=100_000))
+    assert loss_scale[1].get_scale() <= 1.0
+
+
+def test_checksum_sees_every_bit_and_takes_little_memory():
+    """In slices: no tensor larger than one is made, and the result does not depend on them. Odd bytes will do."""
+    g = torch.Generator().manual_seed(0)
+    weights = torch.randn(1000, 3, generator=g)
+    odd = torch.tensor([True, False, True])
+    value = checksum([weights, odd])
+    assert value == checksum([weights, odd], size=7) == value.long() and value < 2**52
+    for i in range(0, 3000, 271):
+        other = weights.clone()
+        other.view(torch.int32).view(-1)[i] ^= 1 << (i % 32)
+        assert checksum([other, odd]) != value
+    assert checksum([weights.flip(0), odd]) != value and checksum([weights, ~odd]) != value
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if torch.is_tensor(result) and result.untyped_storage().data_ptr() != weights.untyped_storage().data_ptr():
+                self.elements = max(self.elements, result.numel())
+            return result
+
+    with Largest() as largest:
+        checksum([weights], size=64)
+    assert largest.elements == 64

@@ -1,6 +1,7 @@
 """A run that survives: exact resume, killed ranks, signals, damaged files, stragglers."""
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -8,7 +9,10 @@ import random
 import re
 import shutil
 import signal
+import sys
 import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,7 +21,8 @@ import psutil
 import pytest
 import torch
 import tyro
-from conftest import Process, run, script
+from accelerate import Accelerator
+from conftest import Process, free_port, run, script
 from safetensors.torch import load_file, save_file
 from test_distributed import worker
 
@@ -118,7 +123,8 @@ def test_resume_of_mujoco_is_exact(tmp_path):
     text = train_here(tmp_path, "parts", 4, *options, "--resume", tmp_path / "parts")
     assert "bit for bit" not in text
     one, two = checkpoint(newest(tmp_path / "whole")), checkpoint(newest(tmp_path / "parts"))
-    one["trainer"].pop("best"), two["trainer"].pop("best")
+    for saved in (one, two):  # the first part ended with an evaluation of its own
+        saved["trainer"].pop("best"), saved["trainer"].pop("best_step")
     assert_same(one, two)
 
 
@@ -229,6 +235,27 @@ def test_damaged_checkpoints_are_refused(tmp_path, trained, how):
         assert not (tmp_path / "executed").exists()
 
 
+def test_going_back_before_the_best_forgets_it(tmp_path, monkeypatch):
+    """The best is what it was at that checkpoint; if that is gone, the next evaluation is the best again."""
+    returns = iter([5.0, 9.0, 7.0, 1.0, 2.0, 1.5])
+    monkeypatch.setattr(ppo_ddp, "evaluate", lambda *a: {"eval/episodic_return": next(returns)})
+    options = ["--save-interval", 1, "--eval-interval", 1, "--keep-checkpoints", 100]
+    train_here(tmp_path, "run", 3, *options)
+    folder = tmp_path / "run" / "checkpoints"
+    assert (folder / "best").read_text() == f"step_{2 * STEPS}"
+    step_1 = folder / f"step_{STEPS}"
+    train_here(tmp_path, "run", 2, *options, "--resume", step_1)  # returns 1.0: the best is the 5.0 from before
+    assert (folder / "best").read_text() == step_1.name
+    shutil.rmtree(folder / f"step_{2 * STEPS}")
+    trainer = torch.load(step_1 / "trainer.pt", weights_only=True)
+    assert trainer["best"] == [0.0, 5.0] and trainer["best_step"] == STEPS
+    os.rename(step_1, tmp_path / "elsewhere")  # as if it had been removed as one of the older ones
+    (folder / "latest").unlink()
+    train_here(tmp_path, "run", 2, *options, "--resume", tmp_path / "elsewhere", "--output-dir", tmp_path / "new")
+    new = tmp_path / "new" / "run" / "checkpoints"
+    assert (new / "best").read_text() == f"step_{2 * STEPS}"  # 2.0: less than 5.0, but the best there is
+
+
 def test_all_ranks_fall_back_to_the_same_checkpoint(tmp_path):
     """Only rank 1's own file is damaged: rank 0 must not go on from it either."""
     train(tmp_path, 2, "run", 3, "--save-interval", 1)
@@ -274,10 +301,50 @@ def test_a_restart_does_not_take_over_a_run_of_somebody_else(tmp_path, trained):
     assert newest(tmp_path / "run").name == f"step_{3 * STEPS}"
 
 
+def test_a_run_that_another_launch_has_just_written_is_not_resumed(tmp_path, trained):
+    """Whatever the clocks say: only the launch that wrote it goes on with it by itself."""
+    shutil.copytree(trained, tmp_path / "run")
+    for file in (tmp_path / "run").glob("*.json"):
+        os.utime(file, (time.time() + 1000, time.time() + 1000))
+    code, text = start(tmp_path, 2, "run", 6, "restarts").finish()
+    assert code != 0 and "resuming" not in text and "exists already" in text
+    assert newest(tmp_path / "run").name == f"step_{3 * STEPS}"
+
+
+def test_two_launches_at_once_have_two_folders(tmp_path):
+    """The same command twice in the same second, without a name: neither resumes or overwrites the other."""
+    words = [*SMALL, "--output-dir", tmp_path, "--total-timesteps", STEPS * 2 * 4, "--save-interval", 1]
+    processes = [Process([*script("ppo_ddp.py", 2), *words]) for _ in range(2)]
+    for process in processes:
+        code, text = process.finish()
+        assert code == 0 and "resuming" not in text, text[-3000:]
+    runs = list(tmp_path.glob("PushCube__ppo_ddp__1__*"))
+    assert len(runs) == 2
+    launchers = [json.loads((run_dir / "launch.json").read_text()) for run_dir in runs]
+    assert len(launchers[0]) == len(launchers[1]) == 1 and launchers[0] != launchers[1]
+    assert_same(*(checkpoint(newest(run_dir)) for run_dir in runs))
+
+
+def test_a_restart_finds_its_folder_by_the_launch(tmp_path, monkeypatch):
+    """Under torchrun, without a name: the folder is found by what is written in it, not by a time in its name."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    args = ppo_ddp.Args(output_dir=str(tmp_path))
+    first = ppo_ddp.Run(args, Accelerator(cpu=True))
+    assert first.open() is None and first.is_new
+    first.claim(ppo_ddp.Progress())
+    again = ppo_ddp.Run(args, Accelerator(cpu=True))
+    again.open()
+    assert again.folder == first.folder and not again.is_new
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    other = ppo_ddp.Run(args, Accelerator(cpu=True))
+    other.open()
+    assert other.folder != first.folder and other.is_new
+
+
 def test_a_run_is_not_overwritten(tmp_path, trained):
     shutil.copytree(trained, tmp_path / "run")
     text = train_here(tmp_path, "run", 6, ok=False)
-    assert f"go on with --resume {tmp_path}/run" in text
+    assert f"resume it with --resume {tmp_path}/run" in text
 
 
 # ---- Kills and signals
@@ -324,6 +391,61 @@ def test_a_killed_rank_leads_to_a_restart_that_loses_nothing(tmp_path):
     assert code == 0 and "resuming" in text, text[-3000:]
     one, two = checkpoint(newest(tmp_path / "whole")), checkpoint(newest(tmp_path / "killed"))
     assert_same(one, two)
+
+
+def test_a_killed_rank_on_one_of_two_nodes_leads_to_a_restart_on_both(tmp_path):
+    """Two torchruns, each counting its own restarts: all ranks meet again and end with the same bits."""
+    train(tmp_path, 2, "whole", 40, "--save-interval", 1)
+    port = free_port()
+    nodes = ["--nnodes", "2", "--nproc_per_node", "1", "--max-restarts", "2", "--rdzv_id", "1"]
+    nodes += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}"]
+    words = [*SMALL, "--output-dir", tmp_path, "--run-name", "killed", "--keep-checkpoints", 1000]
+    words += ["--total-timesteps", STEPS * 2 * 40, "--save-interval", 1, "--timeout", 40]
+    command = [sys.executable, "-m", "torch.distributed.run", *nodes, "ppo_ddp.py", *words]
+    one, two = (Process(command, log=tmp_path / f"node_{i}") for i in (0, 1))
+    wait_for(lambda: len(list((tmp_path / "killed" / "checkpoints").glob("step_*"))) > 5, 90)
+    (victim,) = ranks(two).values()
+    victim.kill()
+    assert one.finish()[0] == 0 and two.finish()[0] == 0
+    text = "".join((tmp_path / f"node_{i}").read_text() for i in (0, 1))
+    assert "resuming" in text
+    assert_same(*(checkpoint(newest(tmp_path / name)) for name in ("whole", "killed")))
+
+
+def test_an_attempt_gets_a_name_that_no_earlier_one_had():
+    """Also where an earlier attempt got no further than some of its processes."""
+    store = torch.distributed.HashStore()
+
+    def meet(ranks):
+        with ThreadPoolExecutor(3) as pool:
+            return {f.result() for f in [pool.submit(ppo_ddp.name_attempt, store, r, 3) for r in ranks]}
+
+    first = meet([0, 1, 2])
+    store.set("name_1", "a process that came and died before the others")
+    second, third = meet([2, 0, 1]), meet([0, 1, 2])
+    assert len(first) == len(second) == len(third) == 1 and len(first | second | third) == 3
+
+
+def test_nothing_of_a_checkpoint_stays_in_memory(tmp_path, trained, monkeypatch):
+    """Model and optimizer of the file are mapped, copied where they belong, and let go before the first step."""
+    shutil.copytree(trained, tmp_path / "run")
+    loaded, alive = [], []
+    real, gae = ppo_ddp.load_checkpoint, ppo_ddp.compute_gae
+
+    def load(*a):
+        found = real(*a)
+        loaded.extend([weakref.ref(found), *(weakref.ref(x) for x in found.model.values())])
+        return found
+
+    def check(*a):
+        gc.collect()
+        alive.append([x() for x in loaded if x() is not None])
+        return gae(*a)
+
+    monkeypatch.setattr(ppo_ddp, "load_checkpoint", load)
+    monkeypatch.setattr(ppo_ddp, "compute_gae", check)
+    train_here(tmp_path, "run", 4, "--resume", "auto")
+    assert len(loaded) > 10 and alive == [[]]
 
 
 def test_killed_at_twenty_random_moments_it_resumes_every_time(tmp_path):

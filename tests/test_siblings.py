@@ -24,14 +24,15 @@ def definitions(name: str) -> dict[str, str]:
 
 
 def fields(name: str) -> dict[str, tuple[str, str]]:
-    """Type and docstring of each argument."""
-    _, tree = parsed(name)
+    """Type and help (the comment behind it) of each argument."""
+    source, tree = parsed(name)
     (args,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args"]
-    return {
-        field.target.id: (ast.unparse(field.annotation), doc.value.value)
-        for field, doc in zip(args.body, args.body[1:])
-        if isinstance(field, ast.AnnAssign)
-    }
+    lines = source.splitlines()
+    found = {}
+    for field in args.body:
+        _, _, comment = lines[field.end_lineno - 1].partition("  # ")
+        found[field.target.id] = (ast.unparse(field.annotation), comment)
+    return found
 
 
 @pytest.mark.parametrize("pair", list(combinations(SCRIPTS, 2)), ids=str)

@@ -145,8 +145,7 @@ else:
             time.sleep(0.02)
             if os.getppid() == 1:
                 sys.exit()
-        # As after a restart: the process group starts anew, under a prefix of its own in torchrun's store.
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        # As after a restart: the process group starts anew, under a name of its own in torchrun's store.
         AcceleratorState._reset_state(reset_partial_state=True)
         run(**json.loads(job.read_text()))
         job.with_suffix(f".done_{rank}").touch()
