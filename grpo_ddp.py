@@ -49,6 +49,7 @@ from tqdm import tqdm
 import envs
 
 EVAL_SEED = 2**31 - 1  # of evaluation: always the same episodes, which training never sees
+PACKAGES = ("torch", "accelerate", "tensordict", "gymnasium")  # whose versions are recorded
 MAX_SKIPPED = 8  # updates in a row with NaN gradients before the run gives up
 
 
@@ -390,7 +391,7 @@ def evaluate(agent: nn.Module, env: envs.VecEnv, accelerator: Accelerator, video
     steps = 0
     while active.any():
         if env.render_rows and steps % math.ceil(env.max_episode_steps / 250) == 0:
-            frames.append(env.render())
+            add_frame(frames, env.render(), active)
         action = agent(obs, deterministic=True)[0]
         obs, _, terminated, truncated, info = env.step(action, active)
         ended = (terminated | truncated) & active
@@ -401,6 +402,14 @@ def evaluate(agent: nn.Module, env: envs.VecEnv, accelerator: Accelerator, video
         save_video(frames, video)
     totals = exchange(accelerator, {"episodes": sums})["episodes"].sum(0).tolist()
     return episode_means("eval", totals) | {"eval/episodes": totals[0]}
+
+
+def add_frame(frames: list[torch.Tensor], frame: torch.Tensor, active: torch.Tensor) -> None:
+    """Append a frame [n, H, W, 3] in which envs whose episodes have ended stay as they were."""
+    if frames:
+        ended = ~active[: len(frame)].to(frame.device)
+        frame[ended] = frames[-1][ended]
+    frames.append(frame)
 
 
 def save_video(frames: list[torch.Tensor], path: Path) -> None:
@@ -432,6 +441,20 @@ def make_envs(args: Args, accelerator: Accelerator, **options) -> tuple[envs.Vec
     if errors:
         fail(errors[0])
     return env, eval_env
+
+
+def prepare(accelerator: Accelerator, agent: nn.Module, optimizer: torch.optim.Optimizer, *inputs):
+    """-> model to train with, optimizer, and the optimizer to step. `inputs` are some that `agent` takes."""
+    # CRUCIAL: training goes through `model`. `agent`, the same networks without DDP's hooks, would learn on each rank
+    # alone, and no error would tell.
+    model, optimizer = accelerator.prepare(agent, optimizer)
+    # Accelerate's wrapper is for fp16; without that, all it adds is a disk access at every step.
+    adam = optimizer if accelerator.scaler else optimizer.optimizer
+    # CRUCIAL: DDP regroups its gradients after its first backward, which changes the order of summation. A backward
+    # that counts for nothing lets a resumed run sum in the same order as one that never stopped.
+    accelerator.backward(0.0 * sum(x.sum() for x in model(*inputs)[1:]))
+    optimizer.zero_grad()
+    return model, optimizer, adam
 
 
 def show(scores: dict[str, float]) -> str:
@@ -605,8 +628,7 @@ class Run:
         self.args = args
         self.accelerator = accelerator
         self.is_main = accelerator.is_main_process
-        packages = ("torch", "accelerate", "tensordict", "gymnasium")
-        self.versions = {name: version(name) for name in packages}
+        self.versions = {name: version(name) for name in PACKAGES}
         self.signals: list[float] = []
         self.start_time = time.time()
         self.last_print = 0.0
@@ -910,17 +932,9 @@ def main(args: Args) -> None:
         agent.compile()
         loss_fn = torch.compile(grpo_loss)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    # CRUCIAL: training goes through `model`. `agent`, the same networks without DDP's hooks, would learn on each rank
-    # alone, and no error would tell.
-    model, optimizer = accelerator.prepare(agent, optimizer)
-    # Accelerate's wrapper is for fp16; without that, all it adds is a disk access at every step.
-    adam = optimizer if accelerator.scaler else optimizer.optimizer
     parameters = list(agent.parameters())
     next_obs = env.reset()
-    # CRUCIAL: DDP regroups its gradients after its first backward, which changes the order of summation. A backward
-    # that counts for nothing lets a resumed run sum in the same order as one that never stopped.
-    accelerator.backward(0.0 * sum(x.sum() for x in model(next_obs)[1:]))
-    optimizer.zero_grad()
+    model, optimizer, adam = prepare(accelerator, agent, optimizer, next_obs)
     seed = args.seed + 1_000_003 * (rank + 1)  # other actions and minibatches on every rank
     torch.manual_seed(seed)
 
@@ -1022,7 +1036,7 @@ def main(args: Args) -> None:
         batch = {"obs": obs, "action": actions, "logprob": logprobs, "advantage": advantages}
         batch = TensorDict(batch, active.shape).reshape(-1)
         spare = batch[:1]  # for minibatches in which this rank has nothing
-        batch = batch[valid.view(-1)]
+        batch = batch[valid.view(-1).nonzero().squeeze(1)]
         if reference:
             with torch.no_grad(), accelerator.autocast():
                 for part in (batch, spare):
@@ -1066,8 +1080,8 @@ def main(args: Args) -> None:
             losses += epoch_losses
             if samples and (args.target_kl or args.lr_schedule == "adaptive"):
                 # CRUCIAL: the KL of all ranks, so that all of them stop, or change their learning rate, together.
-                kl_sum = accelerator.reduce(epoch_losses, "sum")[LOSSES.index("losses/approx_kl")]
-                kl = kl_sum.item() / samples
+                epoch_losses = accelerator.reduce(epoch_losses, "sum")
+                kl = epoch_losses[LOSSES.index("losses/approx_kl")].item() / samples
                 if args.lr_schedule == "adaptive" and kl > 2.0 * args.desired_kl:
                     progress.learning_rate = max(1e-5, progress.learning_rate / 1.5)
                 elif args.lr_schedule == "adaptive" and kl < 0.5 * args.desired_kl:

@@ -5,7 +5,7 @@
     python ppo_vla_async.py --model-path HuggingFaceTB/SmolVLM-256M-Instruct --lora-rank 16 --mixed-precision bf16
     torchrun --standalone --nproc_per_node 2 ppo_vla_async.py        # two processes, one per GPU where there are GPUs
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d --rdzv_endpoint HOST:29400 ppo_vla_async.py
-    python ppo_vla_async.py --resume runs/NAME                       # go on where a run stopped, with the same options
+    python ppo_vla_async.py --resume runs/NAME                       # resume a run, with the same options
     python ppo_vla_async.py --evaluate --checkpoint runs/NAME        # score its best policy
 
 Docs: docs/ppo_vla_async.md
@@ -20,15 +20,19 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import traceback
+import uuid
 import warnings
 from collections import deque
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -39,170 +43,130 @@ import torch
 import torch.nn as nn
 import tyro
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.tracking import TensorBoardTracker, WandBTracker
 from accelerate.utils import broadcast_object_list, gather_object
+from gymnasium.spaces import Box
 from peft import LoraConfig, get_peft_model
 from PIL import Image, ImageDraw
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
+from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from transformers import logging as transformers_logging
 
 import envs
 
-EVAL_SEED = 2**31 - 1  # evaluation always runs the same episodes, and training (by check_args) never sees them
-DEMO_SEED = 2**31 - 2  # so do demonstrations: a fixed set, whatever the seed of the run
-MAX_SKIPPED = 8  # updates in a row whose gradients are not finite before the run gives up
+EVAL_SEED = 2**31 - 1  # of evaluation: always the same episodes, which training never sees
+DEMO_SEED = 2**31 - 2  # of demonstrations: a fixed set, whatever the seed of the run
+PACKAGES = ("torch", "accelerate", "tensordict", "gymnasium", "transformers", "peft")  # whose versions are recorded
+MAX_SKIPPED = 8  # updates in a row with NaN gradients before the run gives up
+HALF = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # what autocast casts to
 
 
 @dataclass
 class Args:
     # Experiment
-    seed: int = 1
-    """seed of the run: initial weights, actions, minibatches and initial states"""
-    run_name: str = ""
-    """folder of the run inside --output-dir (default: made from env, seed and time)"""
-    output_dir: str = "runs"
-    """where runs are written; with several nodes a folder that all of them see"""
-    track: bool = False
-    """also log to Weights & Biases (offline with WANDB_MODE=offline)"""
-    wandb_project: str = "tandem"
-    """Weights & Biases project"""
-    eval_interval: int = 0
-    """evaluate every so many env steps of all processes (0: only at the end)"""
-    eval_episodes: int = 0
-    """episodes of an evaluation, over all processes (0: 512 for embedded envs, 16 for simulators)"""
-    save_interval: int = 50_000
-    """save a checkpoint every so many env steps of all processes (0: only at the end)"""
-    keep_checkpoints: int = 3
-    """how many of the newest checkpoints to keep; the best one is kept besides"""
-    capture_video: bool = False
-    """draw four episodes of every evaluation into a GIF"""
-    resume: str = ""
-    """a run folder or checkpoint to go on from, or "auto": the newest good checkpoint of --run-name, if any"""
-    evaluate: bool = False
-    """only score the policy at --checkpoint"""
-    checkpoint: str = ""
-    """a run folder (its best checkpoint) or a checkpoint folder, for --evaluate"""
+    seed: int = 1  # of initial weights, actions, minibatches and initial states
+    run_name: str = ""  # folder in --output-dir (default: env, script, seed, time)
+    output_dir: str = "runs"  # where runs are written; all nodes must see it
+    track: bool = False  # also log to Weights & Biases (offline with WANDB_MODE=offline)
+    wandb_project: str = "tandem"  # Weights & Biases project
+    eval_interval: int = 0  # in env steps over all processes (0: only at the end)
+    eval_episodes: int = 0  # over all processes (0: 512 embedded, 16 simulators)
+    save_interval: int = 50_000  # in env steps over all processes (0: only at the end)
+    keep_checkpoints: int = 3  # the newest ones, in addition to the best one
+    capture_video: bool = False  # a GIF of four episodes of every evaluation
+    resume: str = ""  # run or checkpoint folder, or "auto": that of --run-name, if any
+    evaluate: bool = False  # only score the policy at --checkpoint
+    checkpoint: str = ""  # run folder (its best one) or checkpoint folder
 
     # Environment
-    env_id: str = "Tabletop"
-    """an embedded env (PushCube, CartPole; Tabletop has pictures) or gym/<id>, a Gymnasium env with Box observations"""
-    num_envs: int = 64
-    """parallel envs of each process"""
+    env_id: str = "Tabletop"  # embedded env (PushCube, CartPole, Tabletop) or gym/<id>
+    num_envs: int = 64  # parallel envs of each process
 
     # Model
-    model_path: str = "tiny"
-    """an image-text-to-text model of transformers, by hub id or folder; tiny: a small one, made on the spot"""
-    action_bins: int = 256
-    """values that each dimension of an action can take, one token each"""
-    action_chunk: int = 1
-    """actions that the model says at once, carried out without another look"""
-    lora_rank: int | None = None
-    """train low-rank adapters of this rank (peft) and nothing else of the model; by default all weights"""
-    freeze_vision: bool = False
-    """leave the vision encoder as it is"""
-    gradient_checkpointing: bool = False
-    """forget activations and compute them again in the backward pass: less memory, a third more time"""
+    model_path: str = "tiny"  # hub id or folder of an image-text-to-text model; tiny: a small one
+    action_bins: int = 256  # values of each action dimension, one token each
+    action_chunk: int = 1  # actions predicted per forward, executed without another look
+    lora_rank: int | None = None  # train adapters of this rank (peft) only; default: all weights
+    freeze_vision: bool = False  # do not train the vision encoder
+    gradient_checkpointing: bool = False  # less memory, a third more time
 
     # Cloning
-    bc_updates: int = 200
-    """updates of behaviour cloning from the env's expert before PPO starts (0: the model is tuned already)"""
-    bc_episodes: int = 512
-    """demonstrations to clone"""
-    bc_batch: int = 64
-    """demonstrated steps in an update of each process"""
-    bc_learning_rate: float = 1e-3
-    """learning rate of cloning"""
+    bc_updates: int = 200  # updates of behaviour cloning before PPO (0: the model is tuned already)
+    bc_episodes: int = 512  # demonstrations to clone
+    bc_batch: int = 64  # demonstrated steps in an update of each process
+    bc_learning_rate: float = 1e-3  # learning rate of cloning
 
     # Algorithm
-    total_timesteps: int = 80_000
-    """env steps of all processes together"""
-    num_chunks: int = 4
-    """action chunks of each env in one rollout"""
-    max_staleness: int = 1
-    """rollout n starts when n - this many updates are done (0: collecting and learning take turns)"""
-    behaviour_weight_cap: float = 5.0
-    """the most that a sample counts for being likelier under the newest policy than under the one that acted"""
-    learning_rate: float = 2e-4
-    """learning rate of Adam at the start"""
-    value_learning_rate: float = 1e-3
-    """learning rate of the value head at the start"""
-    anneal_lr: bool = True
-    """lower both learning rates steadily, to a tenth at --total-timesteps"""
-    gamma: float = 0.7
-    """discount"""
-    gae_lambda: float = 0.9
-    """lambda of generalised advantage estimation"""
-    num_minibatches: int = 2
-    """minibatches of an epoch; each holds that fraction of the samples of every process"""
-    gradient_accumulation: int = 1
-    """parts in which a minibatch goes through the model, to save memory"""
-    update_epochs: int = 2
-    """passes over a rollout"""
-    value_warmup: int = 1
-    """iterations at the start that train the value head alone"""
-    clip_coef: float = 0.2
-    """clipping of the probability ratio"""
-    clip_coef_high: float = 0.28
-    """clipping of the probability ratio from above"""
-    ent_coef: float = 0.0
-    """weight of the entropy bonus"""
-    vf_coef: float = 0.5
-    """weight of the value loss"""
-    max_grad_norm: float = 1.0
-    """gradients are scaled down to this norm"""
-    target_kl: float = 0.0
-    """no further epoch once the KL divergence of all processes passes this (0: off)"""
-    norm_adv: bool = True
-    """normalise advantages by their mean and deviation over all processes"""
+    total_timesteps: int = 80_000  # env steps over all processes
+    num_chunks: int = 4  # action chunks of each env in one rollout
+    max_staleness: int = 1  # updates that a rollout's policy may lag behind (0: synchronous)
+    behaviour_weight_cap: float = 5.0  # cap on the importance weight of stale data
+    learning_rate: float = 2e-4  # initial learning rate of Adam
+    value_learning_rate: float = 1e-3  # initial learning rate of the value head
+    anneal_lr: bool = True  # lower both learning rates to a tenth at --total-timesteps
+    gamma: float = 0.7  # discount
+    gae_lambda: float = 0.9  # lambda of generalised advantage estimation
+    num_minibatches: int = 2  # minibatches per epoch, on every process
+    gradient_accumulation: int = 1  # parts of a minibatch that go through the model one by one
+    update_epochs: int = 2  # passes over a rollout
+    value_warmup: int = 1  # first iterations, which train the value head alone
+    clip_coef: float = 0.2  # clipping of the probability ratio
+    clip_coef_high: float = 0.28  # clipping of the probability ratio from above
+    ent_coef: float = 0.0  # weight of the entropy bonus
+    vf_coef: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 1.0  # gradients are scaled down to this norm
+    target_kl: float = 0.0  # no further epoch once the KL exceeds this (0: off)
+    norm_adv: bool = True  # normalise advantages over all processes
 
     # Performance
-    cpu: bool = False
-    """use the CPU although there is a GPU"""
-    backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
-    """process-group backend"""
-    check_interval: int = 10
-    """iterations between two checks that weights and statistics are the same on all ranks (0: off)"""
-    timeout: float = 600.0
-    """seconds after which a process that waits for the others gives up"""
-    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
-    """autocast of the networks; fp16 needs a GPU"""
-    torch_threads: int = 1
-    """CPU threads of each process for torch; small networks are slower with more"""
+    cpu: bool = False  # use the CPU although there is a GPU
+    backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"  # process-group backend
+    check_interval: int = 10  # iterations between checks for equal weights (0: off)
+    timeout: float = 600.0  # seconds that a process waits for the others
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"  # fp16 needs a GPU
+    torch_threads: int = 1  # of each process; small networks are slower with more
+
+
+POSITIVE = """
+    num_envs total_timesteps num_chunks learning_rate value_learning_rate num_minibatches update_epochs
+    gradient_accumulation behaviour_weight_cap clip_coef clip_coef_high max_grad_norm action_bins
+    action_chunk bc_episodes bc_batch bc_learning_rate keep_checkpoints timeout torch_threads
+""".split()
+NATURAL = """
+    eval_interval eval_episodes save_interval check_interval ent_coef vf_coef target_kl bc_updates
+    max_staleness value_warmup
+""".split()
+FRACTION = "gamma gae_lambda".split()
 
 
 def fail(message: str) -> None:
-    """End with one line and exit code 1. What all ranks know, all of them call this with, and rank 0 says it."""
+    """End with one line and exit code 1. Call it on all ranks; rank 0 prints."""
     raise SystemExit(f"error: {message}" if int(os.environ.get("RANK", 0)) == 0 else 1)
 
 
+def option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def check_args(args: Args) -> None:
-    positive = "num_envs total_timesteps num_steps num_minibatches update_epochs keep_checkpoints learning_rate "
-    positive += "desired_kl clip_coef clip_coef_high max_grad_norm hidden_size timeout torch_threads num_chunks "
-    positive += "action_bins action_chunk bc_episodes bc_batch bc_learning_rate value_learning_rate "
-    positive += "gradient_accumulation behaviour_weight_cap"
-    natural = "eval_interval eval_episodes save_interval check_interval ent_coef vf_coef kl_coef target_kl bc_updates "
-    natural += "max_staleness value_warmup"
-    fraction = "gamma gae_lambda preempt_fraction preempt_min"
     for name, value in asdict(args).items():
-        option = f"--{name.replace('_', '-')}"
         if isinstance(value, float) and not math.isfinite(value):
-            fail(f"{option} must be a number, not {value}")
-        if name in positive.split() and not value > 0:
-            fail(f"{option} must be greater than 0, not {value}")
-        if name in natural.split() and not value >= 0:
-            fail(f"{option} must be 0 or more, not {value}")
-        if name in fraction.split() and not 0 <= value <= 1:
-            fail(f"{option} must be between 0 and 1, not {value}")
+            fail(f"{option(name)} must be a number, not {value}")
+        if name in POSITIVE and not value > 0:
+            fail(f"{option(name)} must be greater than 0, not {value}")
+        if name in NATURAL and not value >= 0:
+            fail(f"{option(name)} must be 0 or more, not {value}")
+        if name in FRACTION and not 0 <= value <= 1:
+            fail(f"{option(name)} must be between 0 and 1, not {value}")
     if not 0 <= args.seed < EVAL_SEED:
         fail(f"--seed must be between 0 and {EVAL_SEED - 1}, not {args.seed}")
     if args.evaluate != bool(args.checkpoint) or (args.evaluate and args.resume):
         fail("--evaluate goes with --checkpoint PATH, and not with --resume")
     if Path(args.run_name).name != args.run_name or args.run_name == "..":
-        fail(f"--run-name must be a plain name, not {args.run_name!r}: --output-dir says where it goes")
+        fail(f"--run-name must be a plain name, not {args.run_name!r}: see --output-dir")
 
 
 def check_model(args: Args) -> None:
@@ -218,13 +182,30 @@ def check_model(args: Args) -> None:
         )
 
 
+def check_env(args: Args, env: envs.VecEnv) -> None:
+    """Stop if a policy that predicts actions as tokens from pictures has nothing to do in this env."""
+    if not {"rgb", "instruction"} <= set(env.single_observation_space.keys()):
+        fail(f"{args.env_id} has no pictures and instructions: give an env that does, such as Tabletop")
+    space = env.single_action_space
+    if not isinstance(space, Box) or len(space.shape) != 1:
+        fail(f"{args.env_id} has the actions {space}: give an env with Box actions in one dimension")
+    if not np.isfinite([space.low, space.high]).all():
+        fail(f"{args.env_id} has actions without bounds: give an env whose Box actions have bounds")
+    if args.action_chunk > env.max_episode_steps:
+        limit = f"an episode of {args.env_id} has {env.max_episode_steps} steps"
+        fail(f"--action-chunk {args.action_chunk} is longer than an episode: {limit}")
+    if args.bc_updates and not hasattr(env, "expert_action"):
+        fail(f"{args.env_id} has no expert to clone: set --bc-updates 0 and start from a tuned model")
+
+
 def launch(args: Args) -> Accelerator:
     """Join the processes that the launcher started, or say why that would go wrong."""
     on_cpu = args.cpu or not torch.cuda.is_available()
-    others = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-    world = int(os.environ.get("WORLD_SIZE") or max(int(os.environ.get(name, 1)) for name in others))
+    world = 1
+    for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE"):
+        world = int(os.environ.get(name) or world)
     advice = f"start several with 'torchrun --standalone --nproc_per_node {max(world, 2)} {sys.argv[0]}'"
-    if "MASTER_ADDR" in os.environ and world == 1 and "RANK" not in os.environ:
+    if "MASTER_ADDR" in os.environ and "RANK" not in os.environ and world == 1:
         fail(f"MASTER_ADDR is set without WORLD_SIZE, so this is one process: {advice}, or unset MASTER_ADDR")
     if args.mixed_precision == "fp16" and on_cpu:
         fail("--mixed-precision fp16 needs a GPU: use bf16 or no")
@@ -234,26 +215,67 @@ def launch(args: Args) -> Accelerator:
         fail("--backend mpi needs a torch built with MPI: use gloo, nccl or auto")
 
     group = {"timeout": timedelta(seconds=args.timeout)}
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and world > 1:
-        # CRUCIAL: torchrun keeps its store through a restart. Without a prefix of its own, a restarted process would
-        # find the addresses of the dead ones there and fail to connect, or hang.
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = torch.distributed.TCPStore(*address, is_master=False, **group)
-        store = torch.distributed.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-        backend = {"auto": "gloo" if on_cpu else "nccl"}.get(args.backend, args.backend)
-        members = {"rank": int(os.environ["RANK"]), "world_size": world}
-        torch.distributed.init_process_group(backend, store=store, **members, **group)
-    if args.backend != "auto" and world > 1:
+    if world > 1 and args.backend != "auto":
         group["backend"] = args.backend
-    # The statistics in the buffers are equal by construction: broadcasting them would cost a collective per forward.
+    if world > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        rank = int(os.environ["RANK"])
+        address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        store = torch.distributed.TCPStore(*address, timeout=group["timeout"])
+        # CRUCIAL: torchrun keeps its store through a restart. Without a prefix of its own, a restarted process would
+        # find the addresses of dead ones there, and fail or hang.
+        store = torch.distributed.PrefixStore(name_attempt(store, rank, world), store)
+        default = {"backend": "gloo" if on_cpu else "nccl"}
+        torch.distributed.init_process_group(store=store, rank=rank, world_size=world, **(default | group))
+    # Buffers are equal by construction: broadcasting them would cost a collective per forward.
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")  # Accelerate has no other name yet
-    handlers = [ddp, InitProcessGroupKwargs(**group)]
-    # CRUCIAL: without cpu=True torchrun on a machine without GPUs gives independent runs that never share a gradient.
-    accelerator = Accelerator(cpu=on_cpu, mixed_precision=args.mixed_precision, kwargs_handlers=handlers)
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+    accelerator = Accelerator(
+        # CRUCIAL: without it torchrun on a machine without GPUs gives runs that share no gradients.
+        cpu=on_cpu,
+        mixed_precision=args.mixed_precision,
+        kwargs_handlers=[ddp, InitProcessGroupKwargs(**group)],
+    )
     if accelerator.num_processes != world:
         fail(f"{world} processes were started, but {accelerator.num_processes} found each other: {advice}")
     return accelerator
+
+
+def name_attempt(store, rank: int, world: int) -> str:
+    """A name for this attempt that all ranks share and no earlier attempt had.
+
+    Torchrun counts restarts on each node alone, so its count will not do. Every process writes a
+    name of its own, and then all the names it reads. Once all ranks have written the same names,
+    none is of an earlier attempt: those processes were dead before the new names were made.
+    """
+    store.set(f"name_{rank}", uuid.uuid4().hex)
+    while True:
+        names = b" ".join(store.multi_get([f"name_{r}" for r in range(world)]))
+        store.set(f"read_by_{rank}", names)
+        if set(store.multi_get([f"read_by_{r}" for r in range(world)])) == {names}:
+            return hashlib.sha256(names).hexdigest()
+        time.sleep(0.01)
+
+
+@contextmanager
+def together():
+    """Try something on every rank. The list it yields will hold the errors of all of them."""
+    errors = []
+    try:
+        yield errors
+    except Exception as error:
+        errors.append(str(error).split("\n")[0])
+        if not isinstance(error, (ValueError, OSError, RuntimeError, ImportError)):
+            traceback.print_exc()
+    # CRUCIAL: every rank must reach this gather, whatever happened to it.
+    errors[:] = gather_object(errors)
+
+
+def exchange(accelerator: Accelerator, values: dict) -> dict[str, torch.Tensor]:
+    """Numbers by name -> those of all ranks, [W, size] each: one collective, one host sync."""
+    as_tensor = partial(torch.as_tensor, dtype=torch.float64, device=accelerator.device)
+    parts = [as_tensor(x).reshape(-1) for x in values.values()]
+    table = accelerator.gather(torch.cat(parts)[None]).cpu()
+    return dict(zip(values, table.split([len(x) for x in parts], dim=1)))
 
 
 def layer_init(layer: nn.Linear, std: float = math.sqrt(2)) -> nn.Linear:
@@ -263,58 +285,34 @@ def layer_init(layer: nn.Linear, std: float = math.sqrt(2)) -> nn.Linear:
 
 
 def make_tiny(folder: Path, seed: int) -> None:
-    """Write a small vision-language model, random as it is, with tokenizer and processor, as any checkpoint is kept."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import (
-        Idefics3Config,
-        Idefics3ForConditionalGeneration,
-        Idefics3ImageProcessorPil,
-        Idefics3Processor,
-        PreTrainedTokenizerFast,
-    )
+    """Write a small, randomly initialised vision-language model in `from_pretrained` format.
 
-    tokens = Tokenizer(models.BPE())
-    tokens.pre_tokenizer, tokens.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=512, initial_alphabet=alphabet, show_progress=False)
-    # The words of the instructions become one token each; anything else is spelt byte by byte.
-    tokens.train_from_iterator(envs.make("Tabletop", 1).instructions, trainer)
-    tokens.add_tokens([f"<unused_{i}>" for i in range(512)])
-    named = {"pad_token": "<pad>", "bos_token": "<|im_start|>", "eos_token": "<end_of_utterance>"}
-    around = ["<fake_token_around_image>", "<image>", "<global-img>"]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, extra_special_tokens=around, **named)
-    template = "{% for m in messages %}{% for c in m['content'] %}"
-    template += "{% if c['type'] == 'image' %}<image>{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endfor %}"
-
-    side, patch, width = 64, 16, 96
-    pictures = {"do_resize": False, "do_image_splitting": False, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    pictures |= {"size": {"longest_edge": side}, "max_image_size": {"longest_edge": side}}
-    layers = {"hidden_size": width, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-    layers |= {"initializer_range": 0.04}
-    ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in named.items()}
-    config = Idefics3Config(
-        text_config=layers | ids | {"model_type": "llama", "vocab_size": len(tokenizer)},
-        vision_config=layers | {"image_size": side, "patch_size": patch},
-        scale_factor=1, tie_word_embeddings=False, image_token_id=tokenizer.convert_tokens_to_ids("<image>"), **ids,
-    )  # fmt: skip
+    Its config, tokenizer and processor are files of this repository; the weights are drawn from the seed.
+    """
+    source = Path(__file__).parent / "models" / "tiny"
+    config = AutoConfig.from_pretrained(source)
     torch.manual_seed(seed)
-    model = Idefics3ForConditionalGeneration(config)
+    model = AutoModelForImageTextToText.from_config(config)
     # What a pretrained model would know: that places in a picture differ, and that numbers have an order.
+    width = config.text_config.hidden_size
     place = torch.linspace(-1.0, 1.0, 256)[:, None]
     waves = torch.cos(place * torch.randn(width) * 4.0 + torch.rand(width) * 2 * math.pi)
-    numbers = slice(min(tokenizer.all_special_ids) - 256, min(tokenizer.all_special_ids))
+    first_special = config.text_config.bos_token_id
+    numbers = slice(first_special - 256, first_special)
     with torch.no_grad():
         model.model.vision_model.embeddings.position_embedding.weight.mul_(5.0)
         model.get_input_embeddings().weight[numbers] = 0.05 * waves
         model.get_output_embeddings().weight[numbers] = 0.1 * waves
+    shutil.copytree(source, folder)
     model.save_pretrained(folder)
-    settings = {"image_seq_len": (side // patch) ** 2, "chat_template": template}
-    Idefics3Processor(Idefics3ImageProcessorPil(**pictures), tokenizer, **settings).save_pretrained(folder)
 
 
 class PlainProcessor:
-    """Tokenizer and image processor side by side, where the processor cannot be loaded whole: that of Qwen2.5-VL wants
-    torchvision for its videos. An image token becomes as many as the picture has patches after merging."""
+    """Tokenizer and image processor side by side, for processors that cannot be loaded as a whole.
+
+    That of Qwen2.5-VL needs torchvision for its videos. An image token becomes as many as the picture has patches
+    after merging.
+    """
 
     def __init__(self, path: str):
         self.tokenizer = AutoTokenizer.from_pretrained(path)
@@ -327,53 +325,204 @@ class PlainProcessor:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
     def __call__(self, text: list[str], images: list, **options) -> dict:
-        seen = self.image_processor(images, return_tensors="pt")
-        counts = seen["image_grid_thw"].prod(-1) // self.image_processor.merge_size**2
-        text = [t.replace(self.image_token, self.image_token * int(n)) for t, n in zip(text, counts)]
-        tokens = self.tokenizer(text, **options)
+        pictures = self.image_processor(images, return_tensors="pt")
+        counts = pictures["image_grid_thw"].prod(-1) // self.image_processor.merge_size**2
+        expanded = []
+        for one, count in zip(text, counts.tolist()):
+            expanded.append(one.replace(self.image_token, self.image_token * count))
+        tokens = self.tokenizer(expanded, **options)
         tokens["mm_token_type_ids"] = (tokens["input_ids"] == self.image_token_id).long()
-        return {**tokens, **seen}
+        return {**tokens, **pictures}
 
     def save_pretrained(self, folder: Path) -> None:
         self.tokenizer.save_pretrained(folder)
         self.image_processor.save_pretrained(folder)
 
 
-class Agent(nn.Module):
-    """A vision-language model that says its actions in tokens (as OpenVLA does), and a value head on its prompt.
+def resize_weights(old: int, new: int, resample: int) -> torch.Tensor:
+    """The [new, old] matrix by which PIL resizes one side of a picture, with the coefficients that it rounds to."""
+    identity = Image.fromarray(np.eye(old, dtype=np.float32))
+    weights = np.array(identity.resize((old, new), resample), dtype=np.float64)
+    return torch.from_numpy(np.round(weights * 2**22) / 2**22)
 
-    A model of another kind needs `see`, `forward`, `actions`, `tokens` and `save` with the same arguments and results.
+
+class Pictures(nn.Module):
+    """The image processor in torch: resize, rescale and normalise a batch where it is, without a host sync.
+
+    `processed` is what the image processor made of one picture of this height and width. It tells the size to reach,
+    and all that does not depend on the picture's content (masks, the grid of patches) is taken from it.
+    """
+
+    def __init__(self, image_processor, height: int, width: int, processed: dict[str, torch.Tensor]):
+        super().__init__()
+        shape = processed["pixel_values"].shape
+        self.shape = shape[1:]
+        self.patch_size = None  # of models that take a row of patches, as many as the picture needs
+        new_height, new_width = shape[-2:]
+        if "image_grid_thw" in processed:
+            self.shape = shape
+            self.patch_size = image_processor.patch_size
+            self.merge_size = image_processor.merge_size
+            self.frames = image_processor.temporal_patch_size
+            grid = processed["image_grid_thw"][0].tolist()
+            new_height = grid[1] * self.patch_size
+            new_width = grid[2] * self.patch_size
+        self.resized = (new_height, new_width) != (height, width)
+        self.scale = image_processor.rescale_factor if image_processor.do_rescale else 1.0
+        mean = image_processor.image_mean if image_processor.do_normalize else [0.0]
+        std = image_processor.image_std if image_processor.do_normalize else [1.0]
+        constants = {
+            "rows": resize_weights(height, new_height, image_processor.resample),
+            "columns": resize_weights(width, new_width, image_processor.resample).T,
+            "mean": torch.tensor(mean).view(-1, 1, 1),
+            "std": torch.tensor(std).view(-1, 1, 1),
+        }
+        for name, x in constants.items():
+            self.register_buffer(name, x, persistent=False)
+        self.same = [name for name in processed if name != "pixel_values"]
+        for name in self.same:
+            self.register_buffer(f"same_{name}", processed[name], persistent=False)
+
+    def forward(self, rgb: torch.Tensor) -> dict[str, torch.Tensor]:
+        """uint8 [N, H, W, 3] -> what the image processor gives, each with N rows."""
+        count = len(rgb)
+        # CRUCIAL: float64, which autocast leaves alone; in bf16 the pictures would be rounded without notice.
+        x = rgb.permute(0, 3, 1, 2).double()
+        if self.resized:
+            # As PIL does it: one side after the other, each rounded to whole grey levels.
+            x = (x @ self.columns + 0.5).floor().clamp(0, 255)
+            x = (self.rows @ x + 0.5).floor().clamp(0, 255)
+        x = (x * self.scale).float()
+        x = (x - self.mean) / self.std
+        if self.patch_size:
+            x = self._patches(x)
+        made = {"pixel_values": x.reshape(count, *self.shape)}
+        for name in self.same:
+            constant = getattr(self, f"same_{name}")
+            made[name] = constant.expand(count, *constant.shape[1:])
+        return made
+
+    def _patches(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, 3, H, W] -> Qwen's rows of patches, those that are merged later side by side."""
+        size = self.patch_size
+        x = x.unflatten(3, (-1, self.merge_size, size))
+        x = x.unflatten(2, (-1, self.merge_size, size))
+        # To N, row, column, row and column inside the merged block, 3, size, size.
+        x = x.permute(0, 2, 5, 3, 6, 1, 4, 7)
+        x = x.unsqueeze(6)
+        return x.expand(-1, -1, -1, -1, -1, -1, self.frames, -1, -1)
+
+
+class Agent(nn.Module):
+    """A vision-language model that predicts its actions as tokens (as OpenVLA does), and a value head on its prompt.
+
+    A policy of another kind needs `see`, `forward`, `actions`, `tokens`, `check`, `cast_weights` and `save`, with the
+    same arguments and results, and the attributes `chunk` and `size`.
     """
 
     def __init__(self, env: envs.VecEnv, path: str, args: Args):
         super().__init__()
-        self.path, self.chunk, self.size = path, args.action_chunk, env.single_action_space.shape[0]
+        self.chunk = args.action_chunk
+        self.size = env.single_action_space.shape[0]
         # Frozen weights are kept as small as they are computed with; what is trained stays in fp32.
         small = args.mixed_precision == "bf16" and args.lora_rank
-        model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.bfloat16 if small else torch.float32)
+        dtype = torch.bfloat16 if small else torch.float32
+        model = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype)
         try:
             self.processor = AutoProcessor.from_pretrained(path)
         except (ImportError, AttributeError):
             self.processor = PlainProcessor(path)
-        tokenizer = self.processor.tokenizer
         if hasattr(self.processor.image_processor, "do_image_splitting"):
-            self.processor.image_processor.do_image_splitting = False  # one picture, not seventeen tiles of it
+            # One picture instead of seventeen tiles of it. Without tiles it is brought to `max_image_size` in any
+            # case; `do_resize` would enlarge it to the size of all tiles together first.
+            self.processor.image_processor.do_image_splitting = False
+            self.processor.image_processor.do_resize = False
+        prompts = self._read_prompts(env, model)
+        self._read_pictures(env)
+        self._choose_bins(env, path, args, prompts["input_ids"], model)
 
-        # The prompt of each instruction, around a picture of the size that the env gives.
-        texts = [self._prompt(words) for words in env.instructions]
-        blank = Image.new("RGB", env.single_observation_space["rgb"].shape[1::-1])
-        images = [[blank]] * len(texts)
+        for module in model.modules():
+            for name in ("p", "dropout", "attention_dropout"):
+                if isinstance(getattr(module, name, None), float):
+                    # CRUCIAL: with dropout, the same action would have another probability each time.
+                    setattr(module, name, 0.0)
+        self.model = self._choose_trained(model, args)
+        if args.gradient_checkpointing:
+            settings = {"use_reentrant": False}
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+        width = model.get_input_embeddings().weight.shape[1]
+        first = layer_init(nn.Linear(width, 256))
+        last = layer_init(nn.Linear(256, 1), std=0.1)
+        self.value_head = nn.Sequential(first, nn.Tanh(), last)
+        value_file = Path(path) / "value_head.safetensors"
+        if value_file.exists():
+            self.value_head.load_state_dict(load_file(value_file))
+
+    def _read_prompts(self, env: envs.VecEnv, model: nn.Module) -> dict:
+        """Tokenize the prompt of each instruction once, around a picture of the size that the env gives."""
+        height, width, _ = env.single_observation_space["rgb"].shape
+        blank = Image.new("RGB", (width, height))
+        texts = [self._prompt(instruction) for instruction in env.instructions]
+        images = [[blank] for _ in texts]
         prompts = self.processor(text=texts, images=images, return_tensors="pt", padding=True, padding_side="left")
-        self.prompts = [k for k, v in prompts.items() if v.shape == prompts["input_ids"].shape and k != "labels"]
-        for name in self.prompts:
-            self.register_buffer(f"prompt_{name}", prompts[name], persistent=False)
-        self.patches = [k for k, v in prompts.items() if len(v) != len(texts)]  # of all pictures in one row
+        self.prompts = []
+        for name, x in prompts.items():
+            if x.shape == prompts["input_ids"].shape and name != "labels":
+                self.prompts.append(name)
+                self.register_buffer(f"prompt_{name}", x, persistent=False)
 
-        # The last tokens that nothing else uses stand for the bins, or those that the folder says.
+        # Qwen places its tokens in three dimensions, by a loop over samples. All pictures are of one size, so the
+        # places depend on the instruction alone.
+        rotary = [module for module in model.modules() if hasattr(module, "get_rope_index")]
+        self.places = bool(rotary)
+        if self.places:
+            names = ("input_ids", "attention_mask", "mm_token_type_ids", "image_grid_thw")
+            inputs = {name: prompts[name] for name in names if name in prompts}
+            places, offsets = rotary[0].get_rope_index(**inputs)
+            after = prompts["attention_mask"].sum(1, keepdim=True) + offsets
+            self.register_buffer("prompt_places", places.transpose(0, 1), persistent=False)  # [instructions, 3, L]
+            self.register_buffer("place_after", after, persistent=False)  # [instructions, 1]
+        return prompts
+
+    def _prompt(self, instruction: str) -> str:
+        """The instruction as the model expects a user's message with a picture, if it has a chat template."""
+        if self.processor.chat_template:
+            content = [{"type": "image"}, {"type": "text", "text": instruction}]
+            message = {"role": "user", "content": content}
+            return self.processor.apply_chat_template([message], add_generation_prompt=True)
+        return getattr(self.processor, "image_token", "") + instruction
+
+    def _read_pictures(self, env: envs.VecEnv) -> None:
+        """Do what the image processor does in torch, if that gives the same: no grey level may be off by over one."""
+        height, width, _ = env.single_observation_space["rgb"].shape
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randint(256, (1, height, width, 3), dtype=torch.uint8, generator=generator)
+        image_processor = self.processor.image_processor
+        processed = image_processor([[Image.fromarray(noise[0].numpy())]], return_tensors="pt")
+        self.patches = [name for name, x in processed.items() if len(x) != 1]  # those of all pictures in one row
+        self.pictures = None
+        try:
+            pictures = Pictures(image_processor, height, width, processed)
+            theirs = processed["pixel_values"]
+            mine = pictures(noise)["pixel_values"].view_as(theirs)
+            grey_level = pictures.scale / pictures.std.min()
+            if (mine - theirs).abs().max() < 1.01 * grey_level:
+                self.pictures = pictures
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
+            pass  # an image processor of another kind: it is then called itself
+
+    def _choose_bins(self, env: envs.VecEnv, path: str, args: Args, used: torch.Tensor, model: nn.Module) -> None:
+        """The last tokens that nothing else uses stand for the bins, or those that the folder names."""
         known = {}
-        if (Path(path) / "actions.json").exists():
-            known = json.loads((Path(path) / "actions.json").read_text())
-        taken = {*tokenizer.all_special_ids, *prompts["input_ids"].unique().tolist()}
+        file = Path(path) / "actions.json"
+        if file.exists():
+            known = json.loads(file.read_text())
+        chunk = known.get("chunk", args.action_chunk)
+        if chunk != args.action_chunk:
+            have = f"it predicts {chunk} actions per forward, not {args.action_chunk}"
+            raise ValueError(f"{have}: set --action-chunk {chunk}")
+        tokenizer = self.processor.tokenizer
+        taken = {*tokenizer.all_special_ids, *used.unique().tolist()}
         rows = model.get_input_embeddings().weight.shape[0]
         free = [i for i in sorted(tokenizer.get_vocab().values()) if i not in taken and i < rows]
         bins = known.get("token_ids") or free[-args.action_bins :]
@@ -381,88 +530,168 @@ class Agent(nn.Module):
             have = f"{len(bins)} action tokens" if known else f"{len(bins)} tokens that no prompt uses"
             raise ValueError(f"{path} has {have}, not --action-bins {args.action_bins}")
         space = env.single_action_space
-        ranges = {"bins": bins, "low": known.get("low", space.low), "high": known.get("high", space.high)}
-        for name, x in ranges.items():
-            self.register_buffer(name, torch.as_tensor(x))
+        self.register_buffer("bins", torch.as_tensor(bins))
+        self.register_buffer("low", torch.as_tensor(known.get("low", space.low)))
+        self.register_buffer("high", torch.as_tensor(known.get("high", space.high)))
 
-        for module in model.modules():  # CRUCIAL: with dropout, the same action would be more or less likely each time
-            for name in ("p", "dropout", "attention_dropout"):
-                if isinstance(getattr(module, name, None), float):
-                    setattr(module, name, 0.0)
+    def _choose_trained(self, model: nn.Module, args: Args) -> nn.Module:
+        """Freeze what is not trained, and add adapters if asked for."""
         vision = [name for name, _ in model.named_parameters() if re.search("vision|visual", name)]
         if args.freeze_vision and not vision:
             raise ValueError("no part of it is called vision or visual: leave out --freeze-vision")
         if args.lora_rank:
-            skip = "|".join(re.escape(n.removesuffix(".weight")) for n in vision) if args.freeze_vision else None
-            rank = {"r": args.lora_rank, "lora_alpha": 2 * args.lora_rank, "lora_dropout": 0.0}
-            model = get_peft_model(model, LoraConfig(**rank, target_modules="all-linear", exclude_modules=skip))
-        elif args.freeze_vision and vision:
+            skip = None
+            if args.freeze_vision:
+                skip = "|".join(re.escape(name.removesuffix(".weight")) for name in vision)
+            settings = {"r": args.lora_rank, "lora_alpha": 2 * args.lora_rank, "lora_dropout": 0.0}
+            settings |= {"target_modules": "all-linear", "exclude_modules": skip}
+            return get_peft_model(model, LoraConfig(**settings))
+        if args.freeze_vision:
             for name, p in model.named_parameters():
                 p.requires_grad_(name not in vision)
-        if args.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.model, self.positions = model, [m for m in model.modules() if hasattr(m, "rope_deltas")]
-        width = model.get_input_embeddings().weight.shape[1]
-        first, last = layer_init(nn.Linear(width, 256)), layer_init(nn.Linear(256, 1), std=0.1)
-        self.value_head = nn.Sequential(first, nn.Tanh(), last)
-        if (file := Path(path) / "value_head.safetensors").exists():
-            self.value_head.load_state_dict(load_file(file))
+        return model
 
-    def _prompt(self, instruction: str) -> str:
-        """In the model's own words for a user who shows a picture, if it has any."""
-        if self.processor.chat_template:
-            content = [{"type": "image"}, {"type": "text", "text": instruction}]
-            said = [{"role": "user", "content": content}]
-            return self.processor.apply_chat_template(said, add_generation_prompt=True)
-        return getattr(self.processor, "image_token", "") + instruction
+    @property
+    def whole(self) -> nn.Module:
+        """The transformers model; its layers hold the adapters, if there are any."""
+        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+
+    def cast_weights(self) -> list[nn.Parameter]:
+        """The trained weights that autocast would cast at each use. The two heads are computed in fp32."""
+        layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        head = self.whole.get_output_embeddings()
+        found = []
+        for module in self.model.modules():
+            if isinstance(module, layers) and module is not head:
+                found += [p for p in module.parameters(recurse=False) if p.requires_grad]
+        return found
 
     def see(self, obs: TensorDict) -> TensorDict:
         """What `forward` needs of an observation: made once, kept with the rollout."""
-        images = [[Image.fromarray(x)] for x in obs["rgb"].cpu().numpy()]
-        made = self.processor.image_processor(images, return_tensors="pt")
-        made = {k: v.unflatten(0, (len(images), -1)) if k in self.patches else v for k, v in made.items()}
-        return TensorDict(made | {"instruction": obs["instruction"]}, [len(images)]).to(obs.device)
+        rgb = obs["rgb"]
+        if self.pictures is not None:
+            made = self.pictures(rgb)
+        else:
+            images = [[Image.fromarray(x)] for x in rgb.cpu().numpy()]
+            made = dict(self.processor.image_processor(images, return_tensors="pt"))
+            for name in self.patches:
+                made[name] = made[name].unflatten(0, (len(images), -1))
+            made = {name: x.to(rgb.device) for name, x in made.items()}
+        made["instruction"] = obs["instruction"]
+        return TensorDict(made, [len(rgb)])
 
     def forward(self, obs: TensorDict, tokens: torch.Tensor | None = None, deterministic=False, generator=None):
-        """-> tokens, log-probability, entropy, value, each of a whole chunk. The only door, as in the siblings.
+        """-> tokens, log-probability, entropy, value, each of a whole chunk. The single entry point.
 
-        Tokens are numbers of bins, [N, chunk * action size]. Given, all are scored in one pass; else they are drawn one
-        by one, with the keys and values of the tokens before them kept, from the caller's own `generator`.
+        Tokens are numbers of bins, [N, chunk * action size]. Given tokens are scored in one pass. Else they are drawn
+        one by one from the caller's own `generator`, with the keys and values of the tokens before them cached.
         """
-        inputs = {k: getattr(self, f"prompt_{k}")[obs["instruction"]] for k in self.prompts}
-        seen = {k: v.flatten(0, 1) if k in self.patches else v for k, v in obs.items() if k != "instruction"}
-        count = self.chunk * self.size
-        if tokens is not None:
-            feed = self._follow(inputs, tokens[:, :-1]) | seen
-            out = self.model(**feed, logits_to_keep=count, output_hidden_states=True)
-            logits = out.logits[..., self.bins].float().log_softmax(-1)
-            hidden = out.hidden_states[-1][:, -count]
+        if tokens is None:
+            tokens, logits, hidden = self._draw(obs, deterministic, generator)
         else:
-            chosen, parts, cache, feed = [], [], None, inputs | seen
-            for _ in range(count):
-                first = {"output_hidden_states": not chosen, "logits_to_keep": 1}
-                out = self.model(**feed, **first, past_key_values=cache, use_cache=True)
-                hidden = hidden if chosen else out.hidden_states[-1][:, -1]
-                cache = out.past_key_values
-                parts.append(out.logits[:, -1, self.bins].float().log_softmax(-1))
-                # CRUCIAL: the global generator is shared by all threads: drawing from it, none could be repeated.
-                noise = 0.0 if deterministic else torch.empty_like(parts[-1]).exponential_(generator=generator).log()
-                chosen.append((parts[-1] - noise).argmax(-1))
-                feed = self._follow(inputs, torch.stack(chosen, 1))
-                if self.positions:  # Qwen counts in three dimensions, and leaves it to its caller to count on
-                    place = feed["attention_mask"].sum(-1, keepdim=True) - 1 + self.positions[0].rope_deltas
-                    feed["position_ids"] = place.expand(3, -1, -1)
-                feed |= {k: feed[k][:, -1:] for k in inputs if k != "attention_mask"}
-            tokens, logits = torch.stack(chosen, 1), torch.stack(parts, 1)
+            logits, hidden = self._score(obs, tokens)
+        logits = logits.log_softmax(-1)
         logprob = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).sum(-1)
-        value = self.value_head(hidden.float()).squeeze(-1)
-        return tokens, logprob, -(logits.exp() * logits).sum((-2, -1)), value
+        entropy = -(logits.exp() * logits).sum((-2, -1))
+        with torch.autocast(hidden.device.type, enabled=False):
+            value = self.value_head(hidden.float()).squeeze(-1)
+        return tokens, logprob, entropy, value
 
-    def _follow(self, inputs: dict, tokens: torch.Tensor) -> dict:
-        """The prompts with action tokens after them. Whether a token is seen, and is the model's own, goes along."""
-        after = {"input_ids": self.bins[tokens], "attention_mask": torch.ones_like(tokens)}
-        after |= {"token_type_ids": torch.ones_like(tokens)}
-        return {k: torch.cat([x, after.get(k, torch.zeros_like(tokens))], 1) for k, x in inputs.items()}
+    def _score(self, obs: TensorDict, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> logits [N, count, bins] of all tokens in one pass, and the state at the end of the prompt."""
+        count = tokens.shape[1]
+        text = self._text(obs["instruction"], tokens[:, :-1])
+        out = self.whole.base_model(**text, **self._images(obs), use_cache=False)
+        hidden = out.last_hidden_state[:, -count:]
+        return self._bin_logits(hidden), hidden[:, 0]
+
+    def _draw(self, obs: TensorDict, deterministic: bool, generator: torch.Generator | None):
+        """-> tokens [N, count], their logits [N, count, bins], and the state at the end of the prompt."""
+        instruction = obs["instruction"]
+        tokens = instruction.new_empty(len(instruction), 0)
+        feed = self._text(instruction, tokens) | self._images(obs)
+        cache = None
+        states = []
+        logits = []
+        for _ in range(self.chunk * self.size):
+            out = self.whole.base_model(**feed, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            states.append(out.last_hidden_state[:, -1])
+            logits.append(self._bin_logits(states[-1]))
+            scores = logits[-1]
+            if not deterministic:
+                # CRUCIAL: the global generator is shared by all threads: draws from it could not be repeated.
+                gumbel = -torch.empty_like(scores).exponential_(generator=generator).log()
+                scores = scores + gumbel
+            tokens = torch.cat([tokens, scores.argmax(-1, keepdim=True)], 1)
+            feed = self._text(instruction, tokens)
+            for name in feed:
+                if name != "attention_mask":
+                    feed[name] = feed[name][..., -1:]
+        return tokens, torch.stack(logits, 1), states[0]
+
+    def _text(self, instruction: torch.Tensor, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The prompts of the instructions, and after them the action tokens [N, any number]."""
+        ones = torch.ones_like(tokens)
+        # Action tokens are attended to, and are the model's own words (in PaliGemma's terms: the suffix).
+        after = {"input_ids": self.bins[tokens], "attention_mask": ones, "token_type_ids": ones}
+        text = {}
+        for name in self.prompts:
+            prompt = getattr(self, f"prompt_{name}")[instruction]
+            text[name] = torch.cat([prompt, after.get(name, torch.zeros_like(tokens))], 1)
+        if self.places:
+            count = torch.arange(tokens.shape[1], device=tokens.device)
+            place = self.place_after[instruction] + count
+            after_prompt = place[:, None].expand(-1, 3, -1)
+            places = torch.cat([self.prompt_places[instruction], after_prompt], 2)
+            text["position_ids"] = places.transpose(0, 1)
+        return text
+
+    def _images(self, obs: TensorDict) -> dict[str, torch.Tensor]:
+        images = {name: x for name, x in obs.items() if name != "instruction"}
+        for name in self.patches:
+            images[name] = images[name].flatten(0, 1)
+        return images
+
+    def _bin_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits of the bins alone: the product with the whole vocabulary is never made."""
+        head = self.whole.get_output_embeddings()
+        cap = getattr(self.whole.config.get_text_config(), "final_logit_softcapping", None)
+        # CRUCIAL: in fp32. Rounded to bf16, the log-probabilities of drawn and scored tokens differ by whole units.
+        with torch.autocast(hidden.device.type, enabled=False):
+            weight = head.weight.index_select(0, self.bins).float()
+            logits = hidden.float() @ weight.T
+            if head.bias is not None:
+                logits = logits + head.bias.index_select(0, self.bins).float()
+            if cap is not None:
+                logits = cap * torch.tanh(logits / cap)
+        return logits
+
+    @torch.no_grad()
+    def check(self, obs: TensorDict, half: torch.dtype | None) -> None:
+        """Raise a ValueError if this class does not compute what the model does, in the precision of the run."""
+        head = self.whole.get_output_embeddings()
+        if not isinstance(head, nn.Linear) or self.whole.base_model is self.whole:
+            raise ValueError("its output layer is not a plain linear layer on top of a backbone")
+        seen = self.see(obs)
+        device = seen["instruction"].device
+        rounded = self.whole.dtype != torch.float32
+        with torch.autocast(device.type, dtype=half, enabled=half is not None):
+            tokens, drawn, _ = self._draw(seen, deterministic=True, generator=None)
+            scored, _ = self._score(seen, tokens)
+        # Errors are measured in standard deviations of the logits: the scale of the head does not matter.
+        tolerance = 0.25 if half is not None or rounded else 0.01
+        difference = drawn.log_softmax(-1) - scored.log_softmax(-1)
+        if (difference.abs().amax(-1) > tolerance * scored.std(-1)).any():
+            raise ValueError("actions drawn token by token and scored in one pass have different probabilities")
+
+        text = self._text(seen["instruction"], tokens[:, :-1])
+        out = self.whole(**text, **self._images(seen), logits_to_keep=tokens.shape[1], use_cache=False)
+        own = out.logits[..., self.bins].float()
+        mine, _ = self._score(seen, tokens)
+        tolerance = 0.02 if rounded else 1e-3
+        if ((own - mine).abs() > tolerance * own.abs().amax()).any():
+            raise ValueError("its output layer does more to the logits than a bias and soft-capping")
 
     def actions(self, tokens: torch.Tensor) -> torch.Tensor:
         """[N, chunk * size] numbers of bins -> [N, chunk, size] the middles of the bins."""
@@ -478,15 +707,23 @@ class Agent(nn.Module):
         """Write what `from_pretrained` (and for adapters peft) reads, and which tokens are which actions."""
         self.model.save_pretrained(folder)
         self.processor.save_pretrained(folder)
-        actions = {"token_ids": self.bins.tolist(), "low": self.low.tolist(), "high": self.high.tolist()}
-        write(folder / "actions.json", json.dumps(actions | {"chunk": self.chunk}))
-        save_file({k: v.cpu() for k, v in self.value_head.state_dict().items()}, folder / "value_head.safetensors")
+        actions = {
+            "token_ids": self.bins.tolist(),
+            "low": self.low.tolist(),
+            "high": self.high.tolist(),
+            "chunk": self.chunk,
+        }
+        write(folder / "actions.json", json.dumps(actions))
+        values = {name: x.cpu() for name, x in self.value_head.state_dict().items()}
+        save_file(values, folder / "value_head.safetensors")
 
 
 def export(agent: Agent, folder: Path) -> None:
     """Write the policy's folder as a whole, in place of an older one."""
-    part, old = (folder.with_name(f".{folder.name}.{word}") for word in ("part", "old"))
+    part = folder.with_name(f".{folder.name}.part")
+    old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(part, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
     agent.save(part)
     if folder.exists():
         folder.rename(old)
@@ -498,16 +735,18 @@ def trainable(agent: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in agent.named_parameters() if p.requires_grad}
 
 
-def compute_gae(rewards, values, next_value, terminated, truncated, final_values, gamma: float, gae_lambda: float):
-    """Advantages of a rollout, all [T, N]; `next_value` [N] is the value of the observation after the last step.
+def compute_gae(rewards, values, next_value, terminated, truncated, final_values, gamma, gae_lambda) -> torch.Tensor:
+    """Advantages of a rollout, all [T, N]; `next_value` [N] is that after the last step.
 
-    `final_values` is what an episode's end is worth: V(final observation) where the clock ended it, 0 where it failed.
+    `final_values` is what an episode's end is worth: the value of its final observation at a time
+    limit, 0 at success or failure.
     """
-    if rewards.dim() != 2 or any(x.shape != rewards.shape for x in (values, terminated, truncated, final_values)):
-        raise ValueError(f"compute_gae needs [T, N] tensors of one shape, not {tuple(rewards.shape)}")
+    shapes = {x.shape for x in (rewards, values, terminated, truncated, final_values)}
+    if rewards.dim() != 2 or len(shapes) > 1:
+        raise ValueError(f"compute_gae needs [T, N] tensors of one shape, not {shapes}")
     done = terminated | truncated
     next_values = torch.cat([values[1:], next_value[None]])
-    # CRUCIAL: the row after an episode's end belongs to the next one. Its value must not leak in, nor its advantage.
+    # CRUCIAL: the row after an end is of the next episode: neither its value nor its advantage may leak in.
     delta = rewards + gamma * torch.where(done, final_values, next_values) - values
     decay = gamma * gae_lambda * ~done
     advantages = torch.empty_like(rewards)
@@ -540,80 +779,163 @@ def vla_loss(
 
 
 LOSSES = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac"]
-LOSSES = [f"losses/{k}" for k in (*LOSSES, "behaviour_weight", "behaviour_capped")]
+LOSSES += ["behaviour_weight", "behaviour_capped"]
+LOSSES = [f"losses/{name}" for name in LOSSES]
+
+
+def predict_values(agent: Agent, seen: TensorDict, any_tokens: torch.Tensor, size: int) -> torch.Tensor:
+    """The values of observations, `size` at a time. They do not depend on the tokens that are scored along."""
+    return torch.cat([agent(part, any_tokens[: len(part)])[3] for part in seen.split(size)])
+
+
+@dataclass
+class Rollout:
+    """What the collector hands over to the learner."""
+
+    data: TensorDict  # [T, N] chunks: obs, tokens, logprob, reward, steps, terminated, truncated
+    next_seen: TensorDict  # [N] the observations after the last chunk, as the policy sees them
+    final_seen: TensorDict | None  # the last ones of episodes that the time limit ended, if any
+    final_rows: torch.Tensor  # the rows of the flat data that they belong to
+    obs: TensorDict  # [N] the observations from which the next rollout starts
+    episodes: torch.Tensor  # episode_sums
+    metrics: dict[str, torch.Tensor]  # sums over the env steps of what the env measures
+    version: int = 0  # updates that the weights had seen
+    wait: float = 0.0  # seconds that the collector waited before it started
+    seconds: float = 0.0  # seconds that it took
+    ready: torch.cuda.Event | None = None  # on a GPU: all of it is computed
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor in it, each made on the collector's stream."""
+        found = []
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            elif isinstance(value, TensorDict):
+                found += value.values(include_nested=True, leaves_only=True)
+            elif isinstance(value, dict):
+                found += value.values()
+        return found
 
 
 def collect(
     agent: Agent, env: envs.VecEnv, obs: TensorDict, num_chunks: int, gamma: float, generator, stopped
-) -> dict | None:
+) -> Rollout | None:
     """A rollout of [T, N] chunks that starts at `obs`, or None once `stopped()` says so.
 
-    Chunks are carried out open loop: a row whose episode ends inside one is not `active` for the rest of it.
+    Chunks are executed open loop: a row whose episode ends inside one is not `active` for the rest of it.
+
+    Host syncs of its own: one per rollout, for the final observations; and with chunks of several actions one per env
+    step, to end a chunk early.
     """
-    N, device = env.num_envs, env.device
-    rows, final_obs, final_rows, episodes = [], [], [], torch.zeros(4, dtype=torch.float64, device=device)
-    metrics, seen = {}, agent.see(obs)
-    for t in range(num_chunks):
+    N = env.num_envs
+    device = env.device
+    rows = []
+    final_obs = []  # [N] for each chunk, valid where it is truncated; None if the simulator does not give them
+    episodes = torch.zeros(4, dtype=torch.float64, device=device)
+    metrics = {}
+    seen = agent.see(obs)
+    for _ in range(num_chunks):
         tokens, logprob, _, _ = agent(seen, generator=generator)
-        reward, count = torch.zeros(N, device=device), torch.zeros(N, device=device)
+        reward = torch.zeros(N, device=device)
+        steps = torch.zeros(N, device=device)
         active = torch.ones(N, dtype=torch.bool, device=device)
-        terminated, truncated = torch.zeros_like(active), torch.zeros_like(active)
+        terminated = torch.zeros_like(active)
+        truncated = torch.zeros_like(active)
+        final = obs
         for action in agent.actions(tokens).unbind(1):
             if stopped():
                 return None
-            obs, r, ended, cut, info = env.step(action, active)
-            # CRUCIAL: the rewards of the steps carried out, and no others, each discounted from the chunk's first one.
-            reward, count = reward + gamma**count * r * active, count + active
-            ended, cut = ended & active, cut & active
-            if (where := cut.nonzero().squeeze(1)).numel() and info["final_obs"] is not None:
-                final_obs.append(agent.see(info["final_obs"][where]))
-                final_rows.append(t * N + where)
-            stats = [torch.ones_like(r), *(info["episode"][k].float() for k in ("return", "length", "success"))]
-            stats = torch.stack(stats)
-            episodes += torch.where(ended | cut, stats, 0.0).double().sum(1)
+            obs, step_reward, ended, cut, info = env.step(action, active)
+            ended = ended & active
+            cut = cut & active
+            # CRUCIAL: the rewards of the executed steps, and no others, each discounted from the chunk's first one.
+            reward = reward + gamma**steps * step_reward * active
+            steps = steps + active
+            terminated = terminated | ended
+            truncated = truncated | cut
+            if info["final_obs"] is None:
+                final = None
+            else:
+                final = info["final_obs"].where(cut, final)
+            episodes += episode_sums(ended | cut, info["episode"])
             for name, x in info["metrics"].items():
                 metrics[name] = metrics.get(name, 0.0) + (x * active).sum()
-            terminated, truncated = terminated | ended, truncated | cut
             active = active & ~(ended | cut)
             if agent.chunk > 1 and not active.any():
                 break
-        row = {"obs": seen, "tokens": tokens, "logprob": logprob, "reward": reward, "steps": count}
-        rows.append(TensorDict(row | {"terminated": terminated, "truncated": truncated}, [N]))
+        final_obs.append(final)
+        row = {
+            "obs": seen,
+            "tokens": tokens,
+            "logprob": logprob,
+            "reward": reward,
+            "steps": steps,
+            "terminated": terminated,
+            "truncated": truncated,
+        }
+        rows.append(TensorDict(row, [N]))
         seen = agent.see(obs)
-    rollout = {"data": torch.stack(rows), "next_seen": seen, "obs": obs, "episodes": episodes, "metrics": metrics}
-    if final_obs:
-        rollout |= {"final_obs": torch.cat(final_obs), "final_rows": torch.cat(final_rows)}
-    return rollout
+
+    data = torch.stack(rows)
+    final_rows = data["truncated"].view(-1).nonzero().squeeze(1)
+    final_seen = None
+    if final is not None and len(final_rows):
+        final_seen = agent.see(torch.cat(final_obs)[final_rows])
+    return Rollout(data, seen, final_seen, final_rows, obs, episodes, metrics)
 
 
-def share_frozen(agent: Agent) -> Agent:
-    """A copy with its own trainable weights. CRUCIAL: on the learner's, a rollout would see them half updated."""
-    frozen = [x for x in (*agent.parameters(), *agent.buffers()) if not x.requires_grad]
-    return copy.deepcopy(agent, {id(x): x for x in frozen})
+def share_frozen(agent: Agent, half: torch.dtype | None = None) -> Agent:
+    """A copy with its own trained weights. CRUCIAL: on the learner's, a rollout would see them half updated.
+
+    With `half`, the weights that autocast would cast to it are kept in it. Autocast remembers its casts of weights only
+    where they need a gradient, so a policy that only acts would cast all of them again for every token.
+    """
+    kept = {}
+    for x in (*agent.parameters(), *agent.buffers()):
+        if not x.requires_grad:
+            kept[id(x)] = x
+    if half is not None:
+        for p in agent.cast_weights():
+            kept[id(p)] = nn.Parameter(p.detach().to(half))
+    return copy.deepcopy(agent, kept)
 
 
 class Collector:
     """Makes rollouts in a thread of its own, with a private policy, private envs and a private generator.
 
-    Rollout n starts when n <= version + max_staleness, and n < limit: at most max_staleness + 1 of them are under way
-    or wait to be used, none is dropped and none used twice. The thread makes no collective and touches no tracker,
-    no accelerator and no env but its own.
+    Rollouts are numbered from 0 over the whole run. Number n starts when n <= version + max_staleness, where version
+    is how many updates the newest weights have seen: at most max_staleness + 1 rollouts are under way or wait to be
+    used, none is dropped and none is used twice. A pause adds: and when n < pause_number.
+
+    The thread makes no collective and touches no tracker, no accelerator and no env but its own.
     """
 
     def __init__(self, agent: Agent, env: envs.VecEnv, generator: torch.Generator, args: Args):
         self.weights = list(trainable(agent).values())
         self.agent = agent.requires_grad_(False).eval()
         self.snapshot = [p.detach().clone() for p in self.weights]
-        self.env, self.generator, self.args, self.obs = env, generator, args, None
-        self.version, self.started, self.limit = 0, 0, math.inf
-        self.lock, self.queue, self.error, self.stopping = threading.Condition(), deque(), None, False
+        self.env = env
+        self.generator = generator
+        self.args = args
+        self.obs = None
+        self.version = 0
+        self.started = 0
+        self.pause_number = math.inf
+        self.queue = deque()
+        self.error = None
+        self.stopping = False
+        self.lock = threading.Condition()
         self.stream = torch.cuda.Stream(env.device) if env.device.type == "cuda" else None
-        self.copied = self.loaded = None  # CUDA events: the snapshot is whole; the thread has read it
+        self.copied = None  # CUDA event: the snapshot is complete
+        self.loaded = None  # CUDA event: the thread has read the snapshot
         self.thread = threading.Thread(target=self._run, name="collector", daemon=True)
 
     def start(self, agent: Agent, obs: TensorDict, iteration: int) -> None:
-        """From `obs` on, with the weights of `agent`, which have seen so many updates."""
-        self.obs, self.started, self.version = obs, iteration, iteration - 1
+        """Start at `obs` with the weights of `agent`, which have seen `iteration` updates."""
+        self.obs = obs
+        self.started = iteration
+        self.version = iteration - 1
         self.publish(agent)
         self.thread.start()
 
@@ -627,24 +949,31 @@ class Collector:
             self.version += 1
             self.lock.notify_all()
 
-    def get(self) -> dict:
-        """The oldest rollout that was not used yet, waiting for it if need be; or what went wrong in the thread."""
+    def next_rollout(self) -> Rollout:
+        """The oldest unused rollout, after waiting for it if need be; raises what went wrong in the thread."""
         with self.lock:
             self.lock.wait_for(lambda: self.queue or self.error)
             if self.error:
                 raise RuntimeError("the collector thread failed") from self.error
             rollout = self.queue.popleft()
         if self.stream:
-            torch.cuda.current_stream().wait_event(rollout["ready"])
-            for part in ("data", "next_seen", "final_obs"):
-                if part in rollout:
-                    rollout[part].record_stream(torch.cuda.current_stream())
+            stream = torch.cuda.current_stream()
+            stream.wait_event(rollout.ready)
+            # CRUCIAL: without it the allocator may reuse their memory while this stream still reads them.
+            for tensor in rollout.tensors():
+                tensor.record_stream(stream)
         return rollout
 
-    def rest(self, limit: float) -> None:
-        """Let it start no rollout from number `limit` on."""
+    def pause_before(self, number: int) -> None:
+        """Start no rollout from this number on. Once number - 1 has been used, the thread and its env are at rest."""
         with self.lock:
-            self.limit = limit
+            self.pause_number = number
+            self.lock.notify_all()
+
+    def resume(self) -> None:
+        """End a pause."""
+        with self.lock:
+            self.pause_number = math.inf
             self.lock.notify_all()
 
     def __enter__(self) -> "Collector":
@@ -658,14 +987,15 @@ class Collector:
         if self.thread.ident:
             self.thread.join(self.args.timeout)
 
-    def _ready(self) -> bool:
+    def _may_start(self) -> bool:
         # CRUCIAL: this pace, rather than a bound on the queue, is what keeps staleness below its limit.
-        return self.started <= self.version + self.args.max_staleness and self.started < self.limit
+        in_pace = self.started <= self.version + self.args.max_staleness
+        return in_pace and self.started < self.pause_number
 
     def _run(self) -> None:
         try:
-            # Both of these belong to the thread: the main one's do not hold here.
-            half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.args.mixed_precision)
+            # Autocast and the current stream belong to a thread: those of the main one do not hold here.
+            half = HALF[self.args.mixed_precision]
             autocast = torch.autocast(self.env.device.type, dtype=half, enabled=half is not None)
             stream = torch.cuda.stream(self.stream) if self.stream else nullcontext()
             with torch.no_grad(), autocast, stream:
@@ -679,7 +1009,7 @@ class Collector:
     def _collect_one(self) -> bool:
         begin = time.perf_counter()
         with self.lock:
-            self.lock.wait_for(lambda: self.stopping or self._ready())
+            self.lock.wait_for(lambda: self.stopping or self._may_start())
             if self.stopping:
                 return False
             # CRUCIAL: weights change here, between two rollouts, and with the lock held: all are of one version.
@@ -687,49 +1017,69 @@ class Collector:
                 self.stream.wait_event(self.copied)
             torch._foreach_copy_(self.weights, self.snapshot)
             self.loaded = self.stream.record_event() if self.stream else None
-            version, self.started = self.version, self.started + 1
-        waited = time.perf_counter() - begin
-        settings = self.args.num_chunks, self.args.gamma, self.generator, lambda: self.stopping
-        if (rollout := collect(self.agent, self.env, self.obs, *settings)) is None:
+            version = self.version
+            self.started += 1
+        start = time.perf_counter()
+        rollout = collect(
+            self.agent, self.env, self.obs, self.args.num_chunks, self.args.gamma, self.generator, lambda: self.stopping
+        )
+        if rollout is None:
             return False
-        self.obs = rollout["obs"]
-        rollout |= {"version": version, "wait": waited, "seconds": time.perf_counter() - begin - waited}
-        rollout["ready"] = self.stream.record_event() if self.stream else None
+        self.obs = rollout.obs
+        rollout.version = version
+        rollout.wait = start - begin
+        rollout.seconds = time.perf_counter() - start
+        rollout.ready = self.stream.record_event() if self.stream else None
         with self.lock:
             self.queue.append(rollout)
             self.lock.notify_all()
         return True
 
 
+def episode_sums(ended: torch.Tensor, episode: dict[str, torch.Tensor]) -> torch.Tensor:
+    """-> the number of episodes that ended, and the sums of their return, length and success."""
+    sums = [ended.double().sum()]
+    for name in ("return", "length", "success"):
+        sums.append(torch.where(ended, episode[name], 0).double().sum())
+    return torch.stack(sums)
+
+
+def episode_means(prefix: str, sums: list[float]) -> dict[str, float]:
+    """What is logged of such sums, without what the env does not know (NaN)."""
+    names = ("episodic_return", "episodic_length", "success_rate")
+    means = {f"{prefix}/{name}": x / sums[0] for name, x in zip(names, sums[1:])}
+    return {name: x for name, x in means.items() if not math.isnan(x)}
+
+
 @torch.no_grad()
 def evaluate_policy(
     agent: Agent, env: envs.VecEnv, accelerator: Accelerator, video: Path | None, batch: int, shift: int = 0
-) -> dict:
-    """One deterministic episode in each eval env of every rank; with `shift`, after being told another instruction."""
+) -> dict[str, float]:
+    """One deterministic episode in each env of every rank; with `shift`, with the wrong instruction."""
     agent.eval()
-    obs, active = env.reset(), torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
-    totals, frames = torch.zeros(4, dtype=torch.float64, device=env.device), []
+    obs = env.reset()
+    active = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
+    sums = torch.zeros(4, dtype=torch.float64, device=env.device)
+    frames = []
     tasks = [env.instructions[i] for i in obs["instruction"].tolist()]
     while active.any():
         rows = active.nonzero().squeeze(1)
-        told = obs[rows]
-        told["instruction"] = (told["instruction"] + shift) % len(env.instructions)
+        shown = obs[rows]
+        shown["instruction"] = (shown["instruction"] + shift) % len(env.instructions)
+        tokens = [agent(agent.see(part), deterministic=True)[0] for part in shown.split(batch)]
         actions = torch.zeros(env.num_envs, agent.chunk, agent.size, device=env.device)
-        said = [agent(agent.see(part), deterministic=True)[0] for part in told.split(batch)]
-        actions[rows] = agent.actions(torch.cat(said))
+        actions[rows] = agent.actions(torch.cat(tokens))
         for action in actions.unbind(1):
-            if video:
-                frames += [label(env.render(), tasks)] * 4  # episodes are short: show them slowly
+            if env.render_rows and video:
+                add_frame(frames, label(env.render(), tasks), active)
             obs, _, terminated, truncated, info = env.step(action, active)
             ended = (terminated | truncated) & active
-            stats = torch.stack([ended.float(), *(info["episode"][k].float() for k in ("return", "length", "success"))])
-            totals += torch.where(ended, stats, 0.0).double().sum(1)
+            sums += episode_sums(ended, info["episode"])
             active = active & ~ended
-    if video:
-        save_video(frames, video)
-    count, *sums = accelerator.gather(totals[None]).sum(0).tolist()
-    names = ("eval/episodic_return", "eval/episodic_length", "eval/success_rate")
-    return {k: x / count for k, x in zip(names, sums) if not math.isnan(x)} | {"eval/episodes": count}
+    if frames:
+        save_video([frame for frame in frames for _ in range(4)], video)  # episodes are short: show them slowly
+    totals = exchange(accelerator, {"episodes": sums})["episodes"].sum(0).tolist()
+    return episode_means("eval", totals) | {"eval/episodes": totals[0]}
 
 
 def label(frames: torch.Tensor, texts: list[str]) -> torch.Tensor:
@@ -743,6 +1093,14 @@ def label(frames: torch.Tensor, texts: list[str]) -> torch.Tensor:
     return torch.stack(labelled)
 
 
+def add_frame(frames: list[torch.Tensor], frame: torch.Tensor, active: torch.Tensor) -> None:
+    """Append a frame [n, H, W, 3] in which envs whose episodes have ended stay as they were."""
+    if frames:
+        ended = ~active[: len(frame)].to(frame.device)
+        frame[ended] = frames[-1][ended]
+    frames.append(frame)
+
+
 def save_video(frames: list[torch.Tensor], path: Path) -> None:
     """Frames of [n, H, W, 3], the n side by side, as a GIF."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -754,22 +1112,71 @@ def save_video(frames: list[torch.Tensor], path: Path) -> None:
 def demonstrate(agent: Agent, env: envs.VecEnv, noise: float = 0.5) -> tuple[TensorDict, torch.Tensor]:
     """One episode of the expert in each env: the observations, and the tokens of what it would do from there.
 
-    Its actions are carried out with noise, so that it also shows how to recover.
+    Its actions are executed with noise, so that it also shows how to recover.
     """
-    obs, active = env.reset(), torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
+    obs = env.reset()
+    active = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     generator = torch.Generator(env.device).manual_seed(DEMO_SEED)
-    seen, labels, running = [], [], []
+    observations = []
+    labels = []
+    running = []
     while active.any():
         action = env.expert_action()
-        seen.append(obs.select("rgb", "instruction")), running.append(active)
+        observations.append(obs.select("rgb", "instruction"))
+        running.append(active)
         labels.append(action * active[:, None])  # after the end: nothing
         shaken = action + noise * torch.randn(action.shape, generator=generator, device=env.device)
         obs, _, terminated, truncated, _ = env.step(shaken, active)
         active = active & ~(terminated | truncated)
     labels += [torch.zeros_like(labels[0])] * (agent.chunk - 1)
-    chunks = torch.stack([torch.stack(labels[t : t + agent.chunk], 1) for t in range(len(seen))])
+    chunks = []
+    for t in range(len(observations)):
+        chunks.append(torch.stack(labels[t : t + agent.chunk], 1))
     rows = torch.stack(running).view(-1)
-    return torch.cat(seen)[rows], agent.tokens(chunks.flatten(0, 1))[rows]
+    tokens = agent.tokens(torch.cat(chunks))
+    return torch.cat(observations)[rows], tokens[rows]
+
+
+def make_envs(args: Args, accelerator: Accelerator, **options) -> tuple[envs.VecEnv, envs.VecEnv]:
+    """The envs to train in, and those to evaluate in: ranks share the episodes of an evaluation."""
+    rank = accelerator.process_index
+    world = accelerator.num_processes
+    embedded = "/" not in args.env_id
+    episodes = args.eval_episodes or max(512 if embedded else 16, world)
+    if episodes < world:
+        fail(f"--eval-episodes {episodes} leaves a process without one: give at least {world}")
+    first = episodes * rank // world
+    mine = episodes * (rank + 1) // world - first
+    render = 0
+    if args.capture_video and accelerator.is_main_process:
+        render = 4 if embedded else 1
+    make = partial(envs.make, args.env_id, device=accelerator.device)
+    with together() as errors:
+        eval_env = make(num_envs=mine, seed=EVAL_SEED, first_env=first, render=render)
+        # CRUCIAL: seeded by the global index of each env: with seed + rank, ranks would share most initial states.
+        first = rank * args.num_envs
+        env = make(num_envs=args.num_envs, seed=args.seed, first_env=first, **options)
+    if errors:
+        fail(errors[0])
+    return env, eval_env
+
+
+def prepare(accelerator: Accelerator, agent: nn.Module, optimizer: torch.optim.Optimizer, *inputs):
+    """-> model to train with, optimizer, and the optimizer to step. `inputs` are some that `agent` takes."""
+    # CRUCIAL: training goes through `model`. `agent`, the same networks without DDP's hooks, would learn on each rank
+    # alone, and no error would tell.
+    model, optimizer = accelerator.prepare(agent, optimizer)
+    # Accelerate's wrapper is for fp16; without that, all it adds is a disk access at every step.
+    adam = optimizer if accelerator.scaler else optimizer.optimizer
+    # CRUCIAL: DDP regroups its gradients after its first backward, which changes the order of summation. A backward
+    # that counts for nothing lets a resumed run sum in the same order as one that never stopped.
+    accelerator.backward(0.0 * sum(x.sum() for x in model(*inputs)[1:]))
+    optimizer.zero_grad()
+    return model, optimizer, adam
+
+
+def show(scores: dict[str, float]) -> str:
+    return ", ".join(f"{name} {x:.4g}" for name, x in scores.items())
 
 
 def due(interval: int, before: int, after: int) -> bool:
@@ -777,14 +1184,36 @@ def due(interval: int, before: int, after: int) -> bool:
     return interval > 0 and after // interval > before // interval
 
 
-def checksum(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """A number that changes with any bit of them, small enough for float64 to hold exactly."""
+def sum_and_square(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([x.double().sum(), x.double().square().sum()])
+
+
+def mean_and_var(sums: torch.Tensor, count: int) -> tuple[float, float]:
+    mean, square = (sums / count).tolist()
+    return mean, max(square - mean**2, 0.0)
+
+
+def checksum(tensors: list[torch.Tensor], size: int = 2**22) -> torch.Tensor:
+    """A number that changes with any bit of them, and that float64 holds exactly."""
     total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
-    for t in tensors:
-        bits = t.detach().reshape(-1).view(torch.int16).long()
-        place = torch.arange(len(bits), device=bits.device) % 32749 + 1
-        total = (31 * total + (bits * place).sum()) % 2**52
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        odd = flat.numel() * flat.element_size() % 2
+        bits = flat.view(torch.int8 if odd else torch.int16)
+        value = torch.zeros_like(total)
+        for start in range(0, len(bits), size):
+            part = bits[start : start + size].long()
+            place = torch.arange(start, start + len(part), device=part.device) % 32749 + 1
+            value += (part * place).sum()
+        total = (31 * total + value) % 2**52
     return total.double()
+
+
+def peak_memory(device: torch.device) -> float:
+    """In GB: of the GPU, or of the process where there is none."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
 
 def digest(path: Path) -> str:
@@ -802,79 +1231,110 @@ def write(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def save_checkpoint(
-    folder: Path, accelerator: Accelerator, model: dict, about: dict, trainer: dict, local: dict, best: bool
-):
-    """Write a checkpoint, all ranks together. Killed at any moment, it leaves those before it as they were."""
-    part, errors = folder.with_name(f".{folder.name}.part"), []
-    try:
-        part.mkdir(parents=True, exist_ok=True)
-        torch.save(local, part / f"rank_{accelerator.process_index}.pt")
-        if accelerator.is_main_process:
-            model = {k: v.detach().cpu().contiguous() for k, v in model.items()}
-            save_file(model, part / "model.safetensors", metadata={"about": json.dumps(about)})
-            torch.save(trainer, part / "trainer.pt")
-    except Exception as error:
-        errors = [str(error)]
-    # CRUCIAL: whatever happened to a rank, it comes here: the others wait for its word.
-    errors = gather_object(errors)
-    try:
-        if accelerator.is_main_process and not errors:
-            names = ["model.safetensors", "trainer.pt", *(f"rank_{r}.pt" for r in range(accelerator.num_processes))]
-            for name in names:
-                with (part / name).open("rb") as file:
-                    os.fsync(file.fileno())
-            write(part / "manifest.json", json.dumps({name: digest(part / name) for name in names}))
-            shutil.rmtree(folder, ignore_errors=True)
-            part.rename(folder)
-            for pointer in ["best"] * best + ["latest"]:
-                write(folder.parent / pointer, folder.name)
-    except Exception as error:
-        errors = [str(error)]
-    if errors := gather_object(errors):
-        fail(f"cannot save {folder}: {errors[0]}; the checkpoints before it are untouched")
+def process_name(pid: int) -> str:
+    """Host, number and start of a process: no other one has all three."""
+    started = psutil.Process(pid).create_time()
+    stat = Path(f"/proc/{pid}/stat")
+    if stat.exists():  # in ticks since boot, which no change of the wall clock can move
+        started = stat.read_text().split(")")[-1].split()[19]
+    return f"{socket.gethostname()} {pid} {started}"
+
+
+@dataclass
+class Progress:
+    """Everything that is counted, the same on all ranks. A new field is saved and restored too."""
+
+    global_step: int = 0  # env steps over all processes
+    iteration: int = 0
+    steps_trained: int = 0  # env steps, once for each epoch that used them
+    learning_rate: float = 0.0
+    best: list[float] | None = None  # success rate and return of the best evaluation
+    best_step: int = -1  # its checkpoint
+    episodes: list = field(default_factory=list)  # episode_sums of the newest iterations
+
+    def count_episodes(self, sums: list[float]) -> dict[str, float]:
+        """Add those of an iteration -> means over the newest iterations that have 100 together."""
+        if sums[0] > 0:
+            self.episodes.append(sums)
+        while sum(newer[0] for newer in self.episodes[1:]) >= 100:
+            self.episodes.pop(0)
+        if not self.episodes:
+            return {}
+        return episode_means("charts", [sum(column) for column in zip(*self.episodes)])
+
+    def improve(self, scores: dict[str, float]) -> bool:
+        """Whether this evaluation is the best so far."""
+        score = [scores.get("eval/success_rate", 0.0), scores.get("eval/episodic_return", -math.inf)]
+        if self.best is not None and score <= self.best:
+            return False
+        self.best = score
+        self.best_step = self.global_step
+        return True
+
+
+@dataclass
+class Checkpoint:
+    """What a checkpoint holds, mapped from its files rather than read: let go of it after use."""
+
+    folder: Path
+    model: dict[str, torch.Tensor]
+    about: dict  # the arguments of the run that wrote it
+    trainer: dict  # optimizer and progress
+    local: dict | None  # this rank's own state, if there was such a rank
 
 
 def find_checkpoints(path: Path, pointer: str) -> list[Path]:
-    """The checkpoints that a path may mean: itself, or those of a run, the one its pointer names first, then by age."""
+    """The checkpoints at a path: itself, or those of a run, the one that its pointer names first."""
     if (path / "manifest.json").exists():
         return [path]
     folder = path / "checkpoints"
     named = (folder / pointer).read_text() if (folder / pointer).exists() else None
     found = [p for p in folder.glob("step_*") if p.name.removeprefix("step_").isdigit()]
-    return sorted(found, key=lambda p: (p.name == named, int(p.name.removeprefix("step_"))), reverse=True)
+    found.sort(key=lambda p: (p.name == named, step_of(p)), reverse=True)
+    return found
 
 
-def load_checkpoint(folder: Path, rank: int) -> tuple[dict, dict, dict, dict | None]:
-    """-> model, about, trainer, and the rank's own state if there is one. Nothing in the files is executed."""
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
+def load_checkpoint(folder: Path, rank: int) -> Checkpoint:
+    """Nothing in the files is executed."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
-        names = ["model.safetensors", "trainer.pt"] + [n for n in [f"rank_{rank}.pt"] if n in manifest]
-        for name in names:
-            if digest(folder / name) != manifest[name]:
+        own = f"rank_{rank}.pt"
+        for name in ("model.safetensors", "trainer.pt", own):
+            if name in manifest and digest(folder / name) != manifest[name]:
                 raise ValueError(f"{name} is damaged")
         with safe_open(folder / "model.safetensors", "pt") as file:
-            model, about = {k: file.get_tensor(k) for k in file.keys()}, json.loads(file.metadata()["about"])
-        trainer, *local = (torch.load(folder / name, map_location="cpu", weights_only=True) for name in names[1:])
-        return model, about, trainer, local[0] if local else None
+            model = {k: file.get_tensor(k) for k in file.keys()}
+            about = json.loads(file.metadata()["about"])
+        load = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
+        local = load(folder / own) if own in manifest else None
+        return Checkpoint(folder, model, about, load(folder / "trainer.pt"), local)
     except Exception as error:
         reason = str(error).split("\n")[0]
         raise ValueError(f"{folder} is not a good checkpoint: {reason}") from error
 
 
 def load_together(folders: list[Path], accelerator: Accelerator, fall_back: bool):
-    """The first of the checkpoints that every rank finds good, with its content: one rank alone may see a bad file."""
+    """The first of the checkpoints that every rank finds good, as one may see a bad file alone."""
     for folder in folders:
-        try:
-            loaded, errors = load_checkpoint(folder, accelerator.process_index), []
-        except ValueError as error:
-            loaded, errors = None, [str(error)]
-        if not (errors := gather_object(errors)):
-            return folder, *loaded
+        with together() as errors:
+            checkpoint = load_checkpoint(folder, accelerator.process_index)
+        if not errors:
+            return checkpoint
         if not fall_back:
             fail(errors[0])
         accelerator.print(f"{errors[0]}; trying the one before it")
     return None
+
+
+def load_best(path: str, accelerator: Accelerator) -> Checkpoint:
+    (folders,) = broadcast_object_list([find_checkpoints(Path(path), "best")[:1]])
+    if not folders:
+        fail(f"no checkpoint at {path}: give a run folder or one of its checkpoints/step_*")
+    return load_together(folders, accelerator, fall_back=False)
 
 
 def frozen_checksum(agent: Agent) -> float:
@@ -882,83 +1342,335 @@ def frozen_checksum(agent: Agent) -> float:
     return checksum(frozen).item() if frozen else 0.0
 
 
-def load_trained(agent: Agent, folder: Path, weights: dict, about: dict, args: Args) -> None:
-    for name in (
-        "env_id",
-        "model_path",
-        "action_bins",
-        "action_chunk",
-        "lora_rank",
-    ):  # what gives the weights their meaning
-        old, new = about["args"].get(name), getattr(args, name)
+def load_trained(agent: Agent, checkpoint: Checkpoint, args: Args) -> None:
+    about = checkpoint.about["args"]
+    names = ["env_id", "model_path", "action_bins", "action_chunk", "lora_rank"]  # what the weights depend on
+    if args.lora_rank:
+        names.append("mixed_precision")  # in which the frozen weights are kept
+    for name in names:
+        old = about.get(name)
+        new = getattr(args, name)
         if old != new:
-            fail(f"{folder} was trained with {name} = {old}, not {new}: set --{name.replace('_', '-')} to match it")
-    mine = trainable(agent)
-    if about["frozen"] != frozen_checksum(agent):
-        fail(f"{folder} was trained on other weights than those that --model-path {args.model_path} has now")
-    if weights.keys() != mine.keys() or any(weights[k].shape != p.shape for k, p in mine.items()):
-        fail(f"{folder} does not fit this model: other weights were trained, or of another shape")
-    agent.load_state_dict(weights, strict=False)
-
-
-def open_run(args: Args, accelerator: Accelerator, stem: str):
-    """-> the run's folder, whether it may exist already, and the loaded checkpoint to go on from, if any."""
-    elastic = "TORCHELASTIC_RUN_ID" in os.environ
-    launched = psutil.Process(os.getppid() if elastic else os.getpid()).create_time()  # the same after a restart
-    started = time.strftime("%Y%m%d-%H%M%S", time.localtime(launched))
-    run_dir, folders = Path(args.output_dir) / (args.run_name or f"{stem}__{started}"), []
-    if args.resume not in ("", "auto"):
-        folders = find_checkpoints(Path(args.resume).resolve(), "latest")[:1]
-        if folders and folders[0].parent.name == "checkpoints":
-            run_dir = folders[0].parent.parent
-    elif args.resume == "auto" and not args.run_name:
-        run_dir = max([p.parent for p in Path(args.output_dir).glob(f"{stem}__*/checkpoints")], default=run_dir)
-    # torchrun starts all ranks anew when one died: then go on with what this very launch has written.
-    restarted = elastic and (run_dir / "args.json").exists() and (run_dir / "args.json").stat().st_mtime >= launched
-    search = args.resume == "auto" or restarted
-    if search:
-        folders = find_checkpoints(run_dir, "latest")
-    run_dir, folders, search = broadcast_object_list([run_dir, folders, search])  # as rank 0 sees them
-    if args.resume and not search and not folders:
-        fail(f"nothing to resume at {args.resume}: give a run folder or one of its checkpoints/step_* folders")
-    return run_dir, search or bool(args.resume), load_together(folders, accelerator, fall_back=search)
+            fail(f"{checkpoint.folder} was trained with {name} = {old}, not {new}: set {option(name)} to match it")
+    frozen = checkpoint.trainer.get("frozen", checkpoint.about.get("frozen"))
+    if frozen != frozen_checksum(agent):
+        fail(f"{checkpoint.folder} was trained on other weights than those that --model-path {args.model_path} has now")
+    own = {name: p.shape for name, p in trainable(agent).items()}
+    if own != {name: x.shape for name, x in checkpoint.model.items()}:
+        fail(f"{checkpoint.folder} does not fit this model: other weights were trained, or of another shape")
+    agent.load_state_dict(checkpoint.model, strict=False)
 
 
 def open_model(args: Args, accelerator: Accelerator, env: envs.VecEnv) -> Agent:
-    """The policy from --model-path, the same on every rank, or one line on why there is none."""
-    path, errors = args.model_path, []
+    """The policy from --model-path on the env's device, the same on every rank."""
+    path = Path(args.output_dir) / f"tiny_{args.seed}" if args.model_path == "tiny" else args.model_path
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    try:
-        if path == "tiny":
-            path = str(Path(args.output_dir) / f"tiny_{args.seed}")
-            if accelerator.is_main_process and not Path(path).exists():
-                part = Path(path).with_name(f".tiny_{args.seed}.{os.getpid()}")
+    with together() as errors:
+        if args.model_path == "tiny" and accelerator.is_main_process and not path.exists():
+            part = path.with_name(f".{path.name}.{os.getpid()}")
+            try:
                 make_tiny(part, args.seed)
                 part.rename(path)
-    except OSError as error:
-        shutil.rmtree(part, ignore_errors=True)
-        if not Path(path).exists():  # if it does by now, another run was quicker
-            errors = [f"cannot write {path}: {error.strerror}; choose another --output-dir"]
-    if errors := gather_object(errors):
-        fail(errors[0])
-    try:
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
+    if errors and not os.path.exists(path):  # if it does by now, another run was quicker
+        fail(f"cannot write {path}: {errors[0]}; choose another --output-dir")
+    with together() as errors:
         config = AutoConfig.from_pretrained(path)
         if type(config) not in AutoModelForImageTextToText._model_mapping:
             raise ValueError(f"it is a {config.model_type} model, which takes no pictures and answers in words")
         torch.manual_seed(args.seed)  # the same value head and adapters on every rank
-        agent = Agent(env, path, args)
-        seen = agent.see(env.reset()[:1])
-        with torch.no_grad():
-            tokens, drawn, _, _ = agent.eval()(seen, deterministic=True)
-            if not torch.allclose(drawn, agent(seen, tokens)[1], atol=0.1):
-                raise ValueError("actions drawn token by token and scored in one pass have different probabilities")
-    except Exception as error:
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        errors = [f"cannot use --model-path {args.model_path}: {reason}"]
-    if errors := gather_object(errors):
-        fail(errors[0])
+        # CRUCIAL: on the env's device from here on; the check below runs on the env's observations.
+        agent = Agent(env, str(path), args).to(env.device).eval()
+        obs = env.reset()[:2]
+        agent.check(obs, HALF[args.mixed_precision])
+        # A backward that counts for nothing tells which weights take part: DDP waits for a gradient of each.
+        tokens = torch.zeros(2, agent.chunk * agent.size, dtype=torch.int64, device=env.device)
+        sum(x.sum() for x in agent(agent.see(obs), tokens)[1:]).backward()
+        for p in agent.parameters():
+            p.requires_grad_(p.grad is not None)
+        agent.zero_grad()
+    if errors:
+        fail(f"cannot use --model-path {args.model_path}: {errors[0]}")
+    if agent.pictures is None:
+        name = type(agent.processor.image_processor).__name__
+        accelerator.print(f"pictures are prepared on the CPU, one by one, by {name}: no equal of it in torch")
     return agent
+
+
+class Run:
+    """The run's folder: checkpoints, logs and summary; and the signals that end the run."""
+
+    def __init__(self, args: Args, accelerator: Accelerator):
+        self.args = args
+        self.accelerator = accelerator
+        self.is_main = accelerator.is_main_process
+        self.versions = {name: version(name) for name in PACKAGES}
+        self.signals: list[float] = []
+        self.start_time = time.time()
+        self.last_print = 0.0
+        self.timed_steps = None  # not before the first iteration is over
+        self.timed_seconds = 0.0
+        self.names = None
+        self.wandb = None
+        # What names this launch, also after a restart: the torchruns that started its processes.
+        self.elastic = "TORCHELASTIC_RUN_ID" in os.environ
+        launcher = process_name(os.getppid() if self.elastic else os.getpid())
+        self.launchers = sorted(set(gather_object([launcher])))
+
+    def open(self) -> Checkpoint | None:
+        """Choose the run's folder -> the checkpoint to resume from, if there is one."""
+        chosen = None
+        with together() as errors:
+            if self.is_main:  # other nodes may see an older state of a shared disk
+                chosen = self._choose_folder()
+        if errors:
+            fail(errors[0])
+        self.folder, found, fall_back = broadcast_object_list([chosen])[0]
+        self.is_new = not fall_back and not self.args.resume
+        return load_together(found, self.accelerator, fall_back)
+
+    def _choose_folder(self) -> tuple[Path, list[Path], bool]:
+        """-> folder, checkpoints to resume from, whether an older one will do for a damaged one."""
+        args = self.args
+        runs = Path(args.output_dir)
+        stem = f"{args.env_id.replace('/', '-')}__{Path(__file__).stem}__{args.seed}"
+        unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+        folder = runs / (args.run_name or f"{stem}__{unique}")
+        found = []
+        if args.resume == "auto" and not args.run_name:
+            folder = max([p.parent for p in runs.glob(f"{stem}__*/checkpoints")], default=folder)
+        elif args.resume not in ("", "auto"):
+            found = find_checkpoints(Path(args.resume).resolve(), "latest")[:1]
+            if not found:
+                raise ValueError(f"nothing to resume at {args.resume}: give a run folder or its checkpoints/step_*")
+            if found[0].parent.name == "checkpoints":
+                folder = found[0].parent.parent
+        # CRUCIAL: torchrun starts all processes again when one died: then resume what this very launch has written,
+        # and nothing that another launch of the same name has.
+        for file in [folder / "launch.json", *runs.glob(f"{stem}__*/launch.json")]:
+            if self.elastic and file.exists():
+                if set(self.launchers) & set(json.loads(file.read_text())):
+                    return file.parent, find_checkpoints(file.parent, "latest"), True
+        if args.resume == "auto":
+            return folder, find_checkpoints(folder, "latest"), True
+        return folder, found, False
+
+    def resume(self, checkpoint: Checkpoint, progress: Progress, optimizer) -> str:
+        """Restore what every script saves -> why the run will not be exactly the same, if so."""
+        say = self.accelerator.print
+        trainer = checkpoint.trainer
+        old_args = checkpoint.about["args"]
+        say(f"resuming {checkpoint.folder}")
+        for name, new in json.loads(json.dumps(asdict(self.args))).items():
+            if new != old_args.get(name) and name not in ("resume", "run_name", "output_dir"):
+                say(f"  {option(name)} is {new}, was {old_args.get(name)}")
+        for entry in fields(progress):
+            if entry.name in trainer:
+                setattr(progress, entry.name, trainer[entry.name])
+        if progress.global_step >= self.args.total_timesteps:
+            say(f"nothing to do: {checkpoint.folder} has all steps; raise --total-timesteps")
+        optimizer.optimizer.load_state_dict(trainer["optimizer"])
+        if self.accelerator.scaler and trainer.get("scaler"):
+            self.accelerator.scaler.load_state_dict(trainer["scaler"])
+        if trainer["world_size"] != self.accelerator.num_processes:
+            return f"{trainer['world_size']} processes became {self.accelerator.num_processes}"
+        if old_args["num_envs"] != self.args.num_envs:
+            return "--num-envs changed"
+        return ""
+
+    def load_rng(self, local: dict) -> None:
+        torch.set_rng_state(local["rng"])
+        if self.accelerator.device.type == "cuda" and local["cuda_rng"] is not None:
+            torch.cuda.set_rng_state(local["cuda_rng"], self.accelerator.device)
+
+    def claim(self, progress: Progress) -> None:
+        """Make the folder this launch's own, start to log, and listen to signals."""
+        with together() as errors:
+            if self.is_main:
+                self._claim_folder(progress)
+                self._start_logging(progress)
+        if errors:
+            fail(errors[0])
+        progress.best = broadcast_object_list([progress.best])[0]
+        self.start_step = progress.global_step
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+
+    def _claim_folder(self, progress: Progress) -> None:
+        checkpoints = self.folder / "checkpoints"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=not self.is_new)
+            write(self.folder / "launch.json", json.dumps(self.launchers))
+            write(self.folder / "args.json", json.dumps(asdict(self.args), indent=2))
+            (self.folder / "preempted").unlink(missing_ok=True)
+            for part in checkpoints.glob(".*.part"):
+                shutil.rmtree(part) if part.is_dir() else part.unlink()
+            for newer in find_checkpoints(self.folder, "latest"):  # damaged, or left behind
+                if step_of(newer) > progress.global_step:
+                    shutil.rmtree(checkpoints / f"abandoned_{newer.name}", ignore_errors=True)
+                    newer.rename(checkpoints / f"abandoned_{newer.name}")
+            # The best so far is as of the checkpoint that is resumed. If it is gone, start over.
+            if (checkpoints / f"step_{progress.best_step}").exists():
+                write(checkpoints / "best", f"step_{progress.best_step}")
+            else:
+                progress.best = None
+                (checkpoints / "best").unlink(missing_ok=True)
+        except FileExistsError:
+            advice = f"choose another --run-name, or resume it with --resume {self.folder}"
+            raise ValueError(f"{self.folder} exists already: {advice}") from None
+        except OSError as error:
+            raise ValueError(f"cannot write to {self.folder}: {error.strerror}; choose another --output-dir") from None
+
+    def _start_logging(self, progress: Progress) -> None:
+        if self.args.track:
+            import wandb
+
+            run_id = hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:16]
+            settings = {"project": self.args.wandb_project, "name": self.folder.name, "dir": self.folder}
+            try:
+                self.wandb = wandb.init(**settings, id=run_id, resume="allow", config=asdict(self.args))
+            except Exception as error:
+                if self.is_new:
+                    shutil.rmtree(self.folder)
+                reason = str(error).split("\n")[0]
+                advice = "run 'wandb login', or set WANDB_MODE=offline"
+                raise ValueError(f"cannot start Weights & Biases ({reason}): {advice}") from None
+        purge_step = progress.global_step + 1 if progress.global_step else None
+        self.writer = SummaryWriter(self.folder, purge_step=purge_step)
+        total = self.args.total_timesteps
+        hidden = not sys.stderr.isatty()
+        self.bar = tqdm(total=total, initial=progress.global_step, unit="step", unit_scale=True, disable=hidden)
+
+    def _on_signal(self, number, frame) -> None:
+        # A second Ctrl-C leaves at once; within a second it is torchrun passing the first one on.
+        if number == signal.SIGINT and self.signals and time.time() - self.signals[0] > 1.0:
+            os._exit(130)
+        self.signals.append(time.time())
+
+    def save(self, progress: Progress, model: dict, trainer: dict, local: dict, best: bool) -> None:
+        """Write a checkpoint, all ranks together. Killed at any moment, it harms no other one."""
+        accelerator = self.accelerator
+        world = accelerator.num_processes
+        folder = self.folder / "checkpoints" / f"step_{progress.global_step}"
+        part = folder.with_name(f".{folder.name}.part")
+        with together() as errors:
+            part.mkdir(parents=True, exist_ok=True)
+            on_gpu = accelerator.device.type == "cuda"
+            cuda_rng = torch.cuda.get_rng_state(accelerator.device) if on_gpu else None
+            local = local | {"rng": torch.get_rng_state(), "cuda_rng": cuda_rng}
+            torch.save(local, part / f"rank_{accelerator.process_index}.pt")
+            if self.is_main:
+                model = {k: v.detach().cpu().contiguous() for k, v in model.items()}
+                about = json.dumps({"env_id": self.args.env_id, "args": asdict(self.args)})
+                save_file(model, part / "model.safetensors", metadata={"about": about})
+                scaler = accelerator.scaler.state_dict() if accelerator.scaler else None
+                trainer = trainer | asdict(progress) | {"scaler": scaler}
+                trainer |= {"world_size": world, "versions": self.versions}
+                torch.save(trainer, part / "trainer.pt")
+        if not errors:
+            with together() as errors:
+                if self.is_main:
+                    self._publish(part, folder, best)
+        if errors:
+            fail(f"cannot save {folder}: {errors[0]}; the checkpoints before it are untouched")
+
+    def _publish(self, part: Path, folder: Path, best: bool) -> None:
+        """Flush the files, give the folder its name, move the pointers, remove old checkpoints."""
+        names = ["model.safetensors", "trainer.pt"]
+        names += [f"rank_{r}.pt" for r in range(self.accelerator.num_processes)]
+        for name in names:
+            with (part / name).open("rb") as file:
+                os.fsync(file.fileno())
+        write(part / "manifest.json", json.dumps({name: digest(part / name) for name in names}))
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
+        if best:
+            write(folder.with_name("best"), folder.name)
+        write(folder.with_name("latest"), folder.name)
+        for old in find_checkpoints(self.folder, "best")[1 + self.args.keep_checkpoints :]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def metric_names(self, metrics: dict) -> list[str]:
+        """The names that any rank has, so that all of them exchange the same ones."""
+        if self.names is None:
+            self.names = sorted(set(gather_object(list(metrics))))
+        return self.names
+
+    def speed(self, steps: int, seconds: float) -> dict[str, float]:
+        """Env steps per second so far, without the first iteration, which warms up."""
+        if self.timed_steps is None:
+            self.timed_steps = 0
+            return {}
+        self.timed_steps += steps
+        self.timed_seconds += seconds
+        return {"charts/SPS": self.timed_steps / self.timed_seconds}
+
+    def check_finite(self, broken: torch.Tensor, iteration: int) -> None:
+        if broken.any():
+            ranks = ", ".join(str(r) for r, x in enumerate(broken) if x)
+            where = f"{self.args.env_id} on rank {ranks} in iteration {iteration}"
+            fail(f"NaN or infinity from {where}: no update was made")
+
+    def check_ranks(self, checksums: torch.Tensor, skipped: int, iteration: int) -> None:
+        """Stop where ranks have drifted apart, or where the last updates were all skipped."""
+        if (checksums != checksums[0]).any():
+            ranks = ", ".join(str(r) for r, x in enumerate(checksums) if x != checksums[0])
+            what = f"weights, learning rate or statistics of rank {ranks} differ from rank 0's in iteration {iteration}"
+            fail(f"{what}: resume the last checkpoint with --resume {self.folder}")
+        # A loss scale of fp16 that can still be lowered is at work, and no reason to give up.
+        scaler = self.accelerator.scaler
+        if skipped >= MAX_SKIPPED and (scaler is None or scaler.get_scale() <= 1.0):
+            what = f"the last {skipped} updates had NaN or infinite gradients and were skipped"
+            fail(f"{what}: try a smaller --learning-rate than {self.args.learning_rate}")
+
+    def log(self, log: dict[str, float], progress: Progress) -> None:
+        """To TensorBoard and, every few seconds, to the console."""
+        log["charts/iteration"] = progress.iteration
+        log["charts/learning_rate"] = progress.learning_rate
+        log["charts/steps_sampled"] = progress.global_step
+        log["charts/steps_trained"] = progress.steps_trained
+        if not self.is_main:
+            return
+        for name, value in log.items():
+            self.writer.add_scalar(name, value, progress.global_step)
+        if self.wandb:
+            self.wandb.log(log, step=progress.global_step)
+        shown = ""
+        for name in ("SPS", "episodic_return", "success_rate"):
+            if f"charts/{name}" in log:
+                shown += f"  {name.removeprefix('episodic_')} {log[f'charts/{name}']:.6g}"
+        self.bar.update(progress.global_step - self.bar.n)
+        self.bar.set_postfix_str(shown, refresh=False)
+        total = self.args.total_timesteps
+        notable = progress.iteration == 1 or progress.global_step >= total
+        if self.bar.disable and (notable or time.time() > self.last_print + 5):
+            self.last_print = time.time()
+            print(f"step {progress.global_step}/{total}{shown}", flush=True)
+
+    def finish(self, log: dict[str, float], progress: Progress) -> None:
+        """Write the summary, or how to resume if a signal ended the run."""
+        if not self.is_main:
+            return
+        self.bar.close()
+        self.writer.close()
+        if self.wandb:
+            self.wandb.finish()
+        if progress.global_step == self.start_step:
+            return
+        if progress.global_step < self.args.total_timesteps:
+            write(self.folder / "preempted", f"step_{progress.global_step}")
+            saved = self.folder / "checkpoints" / f"step_{progress.global_step}"
+            print(f"stopped by a signal, saved {saved}: resume with --resume {self.folder}")
+            return
+        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+        summary = log | {"env_id": self.args.env_id, "seed": self.args.seed, "command": " ".join(sys.argv)}
+        summary |= {"commit": commit, "versions": self.versions, "world_size": self.accelerator.num_processes}
+        summary |= {"global_step": progress.global_step, "wall_seconds": time.time() - self.start_time}
+        write(self.folder / "summary.json", json.dumps(summary, indent=2))
+        print(f"{show({name: x for name, x in log.items() if name.startswith('eval/')})}  -> {self.folder}")
 
 
 def main(args: Args) -> None:
@@ -966,413 +1678,270 @@ def main(args: Args) -> None:
     check_args(args)
     check_model(args)
     accelerator = launch(args)
-    rank, world, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    rank = accelerator.process_index
+    world = accelerator.num_processes
+    device = accelerator.device
     torch.set_num_threads(args.torch_threads)
-    embedded = "/" not in args.env_id
-    eval_episodes = args.eval_episodes or max(512 if embedded else 16, world)
-    if eval_episodes < world:
-        fail(f"--eval-episodes {eval_episodes} leaves a process without an episode: give at least {world}")
-    first, last = eval_episodes * rank // world, eval_episodes * (rank + 1) // world
-    render = (4 if embedded else 1) if args.capture_video and rank == 0 else 0
-    errors = []
-    try:
-        eval_env = envs.make(args.env_id, last - first, device=device, seed=EVAL_SEED, first_env=first, render=render)
-        # CRUCIAL: seeded by the global index of each env: with seed + rank, ranks would share most initial states.
-        env = envs.make(args.env_id, args.num_envs, device=device, seed=args.seed, first_env=rank * args.num_envs)
-        if not {"rgb", "instruction"} <= set(env.single_observation_space.keys()):
-            raise ValueError(f"{args.env_id} has no pictures and instructions: give an env that does, such as Tabletop")
-        if args.action_chunk > env.max_episode_steps:
-            limit = f"an episode of {args.env_id} has {env.max_episode_steps} steps"
-            raise ValueError(f"--action-chunk {args.action_chunk} is longer than an episode: {limit}")
-        if args.bc_updates and not hasattr(env, "expert_action"):
-            raise ValueError(f"{args.env_id} has no expert to clone: set --bc-updates 0 and start from a tuned model")
-    except ValueError as error:
-        errors = [str(error)]
-    if errors := gather_object(errors):
-        fail(errors[0])
-    agent = open_model(args, accelerator, env).to(device)
-    # A backward that counts for nothing tells which weights take part at all: DDP waits for a gradient of every one.
-    next_obs = env.reset()
-    tokens = torch.zeros(1, agent.chunk * agent.size, dtype=torch.int64, device=device)
-    sum(x.sum() for x in agent(agent.see(next_obs[:1]), tokens)[1:]).backward()
-    for p in agent.parameters():
-        p.requires_grad_(p.grad is not None)
-    agent.zero_grad()
-
+    env, eval_env = make_envs(args, accelerator)
+    check_env(args, env)
+    agent = open_model(args, accelerator, env)
     if args.evaluate:
-        if not (found := broadcast_object_list([find_checkpoints(Path(args.checkpoint), "best")[:1]])[0]):
-            fail(f"no checkpoint at {args.checkpoint}: give a run folder or one of its checkpoints/step_* folders")
-        folder, weights, about, _, _ = load_together(found, accelerator, fall_back=False)
-        load_trained(agent, folder, weights, about, args)
-        scores = evaluate_policy(
-            agent, eval_env, accelerator, folder / "evaluation.gif" if render else None, args.num_envs
-        )
-        accelerator.print(f"{folder}: " + ", ".join(f"{k} {v:.4g}" for k, v in scores.items()))
-        accelerator.end_training()
-        return
+        checkpoint = load_best(args.checkpoint, accelerator)
+        load_trained(agent, checkpoint, args)
+        video = checkpoint.folder / "evaluation.gif"
+        scores = evaluate_policy(agent, eval_env, accelerator, video, args.num_envs)
+        accelerator.print(f"{checkpoint.folder}: {show(scores)}")
+        return accelerator.end_training()
 
-    stem = f"{args.env_id.replace('/', '-')}__ppo_vla_async__{args.seed}"
-    run_dir, may_exist, loaded = open_run(args, accelerator, stem)
-    if loaded:
-        folder, weights, about, trainer, local = loaded
-        load_trained(agent, folder, weights, about, args)
-    generator = torch.Generator(device).manual_seed(args.seed + 1_000_003 * (rank + 1))  # other actions on every rank
-    head = [name for name in trainable(agent) if name.startswith("value_head")]
-    groups = [{"params": [p for k, p in trainable(agent).items() if (k in head) == last]} for last in (False, True)]
+    run = Run(args, accelerator)
+    checkpoint = run.open()
+    if checkpoint:
+        load_trained(agent, checkpoint, args)
+    policy = [p for name, p in trainable(agent).items() if not name.startswith("value_head")]
+    value_head = [p for name, p in trainable(agent).items() if name.startswith("value_head")]
+    parameters = policy + value_head
+    groups = [{"params": policy}, {"params": value_head}]
     optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True)
-    # Before `prepare`, which changes the forward of what it is given.
-    inference = share_frozen(agent)
-    # CRUCIAL: what is trained on goes through `model`. `agent`, the same networks without DDP's hooks, would learn on
-    # each rank alone, and no error would tell.
-    model, optimizer = accelerator.prepare(agent, optimizer)
-    # Accelerate's wrapper is there for fp16; without that, all it adds is a search of the disk at every step.
-    adam = optimizer if accelerator.scaler else optimizer.optimizer
-    # CRUCIAL: DDP regroups its gradients after its first backward, which changes the order of summation. A backward
-    # that counts for nothing lets a resumed run sum in the same order as one that never stopped.
-    accelerator.backward(0.0 * sum(x.sum() for x in model(agent.see(next_obs[:1]), tokens)[1:]))
-    optimizer.zero_grad()
-    torch.manual_seed(args.seed + 1_000_003 * (rank + 1))  # other minibatches on every rank
+    inference = share_frozen(agent, HALF[args.mixed_precision])  # before `prepare`, which patches `forward` in place
+    next_obs = env.reset()
+    chunks = args.num_envs * args.num_chunks
+    any_tokens = torch.zeros(chunks, agent.chunk * agent.size, dtype=torch.int64, device=device)
+    model, optimizer, adam = prepare(accelerator, agent, optimizer, agent.see(next_obs[:1]), any_tokens[:1])
+    seed = args.seed + 1_000_003 * (rank + 1)  # other actions and minibatches on every rank
+    torch.manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
 
     # ---- Resume
-    global_step, iteration, steps_trained, best = 0, 0, 0, None
-    if loaded:
-        accelerator.print(f"resuming {folder}")
-        for name, new in asdict(args).items():
-            if (old := about["args"].get(name)) != new and name not in ("resume", "run_name", "output_dir"):
-                accelerator.print(f"  --{name.replace('_', '-')} is {new}, was {old}")
-        global_step, iteration, steps_trained = trainer["global_step"], trainer["iteration"], trainer["steps_trained"]
-        best = trainer["best"]
-        optimizer.optimizer.load_state_dict(trainer["optimizer"])
-        changed = f"{trainer['world_size']} processes became {world}" if trainer["world_size"] != world else None
-        if not changed and len(local["obs"]["rgb"]) != args.num_envs:
-            changed = "--num-envs changed"
-        elif not changed and local["env"] is None:
+    progress = Progress(learning_rate=args.learning_rate)
+    resumed = checkpoint is not None
+    if checkpoint:
+        changed = run.resume(checkpoint, progress, optimizer)
+        local = checkpoint.local
+        if not changed and local["env"] is None:
             changed = f"{args.env_id} cannot save its state"
         if changed:
             accelerator.print(f"  envs start new episodes, because {changed}: the run goes on, but not bit for bit")
-            next_obs = env.reset(episode=iteration)
-            torch.manual_seed(args.seed + 1_000_003 * (rank + 1) + iteration)
-            generator.manual_seed(args.seed + 1_000_003 * (rank + 1) + iteration)
+            next_obs = env.reset(episode=progress.iteration)
+            torch.manual_seed(seed + progress.iteration)
+            generator.manual_seed(seed + progress.iteration)
         else:
             env.load_state_dict(local["env"])
             next_obs = TensorDict(local["obs"], [args.num_envs]).to(device)
             generator.set_state(local["generator"])
-            torch.set_rng_state(local["rng"])
-            if device.type == "cuda" and local["cuda_rng"] is not None:
-                torch.cuda.set_rng_state(local["cuda_rng"], device)
-        if global_step >= args.total_timesteps:
-            accelerator.print(f"nothing to do: {folder} has them all; raise --total-timesteps to train further")
-
-    # ---- The run's folder, trackers and signals
-    errors = []
-    try:
-        if accelerator.is_main_process:
-            run_dir.mkdir(parents=True, exist_ok=may_exist)
-            write(run_dir / "args.json", json.dumps(asdict(args), indent=2))
-            (run_dir / "preempted").unlink(missing_ok=True)
-            for part in run_dir.glob("checkpoints/.*.part"):
-                shutil.rmtree(part) if part.is_dir() else part.unlink()
-            for newer in find_checkpoints(run_dir, "latest"):  # damaged, or left behind by going back
-                if int(newer.name.removeprefix("step_")) > global_step:
-                    aside = newer.with_name(f"abandoned_{newer.name}")
-                    shutil.rmtree(aside, ignore_errors=True)
-                    newer.rename(aside)
-                    if (best_file := newer.with_name("best")).exists() and best_file.read_text() == newer.name:
-                        best_file.unlink()
-    except FileExistsError:
-        errors = [f"{run_dir} exists already: choose another --run-name, or go on with --resume {run_dir}"]
-    except OSError as error:
-        errors = [f"cannot write to {run_dir}: {error.strerror}; choose another --output-dir"]
-    if errors := gather_object(errors):
-        fail(errors[0])
-    trackers = [TensorBoardTracker(run_dir.name, run_dir.parent, purge_step=global_step + 1 if loaded else None)]
-    if args.track:
-        run_id = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
-        settings = {"name": run_dir.name, "id": run_id, "resume": "allow", "dir": run_dir, "config": asdict(args)}
-        trackers.append(WandBTracker(args.wandb_project, **settings))
-    accelerator.log_with = trackers
-    try:
-        accelerator.init_trackers(args.wandb_project)
-    except Exception as error:
-        if not may_exist:
-            shutil.rmtree(run_dir)
-        reason = str(error).split("\n")[0]
-        fail(f"cannot start Weights & Biases ({reason}): run 'wandb login', or set WANDB_MODE=offline")
-    stop_signals: list[float] = []
-
-    def on_signal(number, frame):
-        # A second Ctrl-C leaves at once; within a second it is torchrun passing the first one on.
-        if number == signal.SIGINT and stop_signals and time.time() - stop_signals[0] > 1.0:
-            os._exit(130)
-        stop_signals.append(time.time())
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, on_signal)
-    about = {"env_id": args.env_id, "args": asdict(args), "frozen": frozen_checksum(agent)}
-    versions = {k: version(k) for k in ("torch", "accelerate", "tensordict", "gymnasium", "transformers", "peft")}
-    parameters = list(trainable(agent).values())
+            run.load_rng(local)
+        checkpoint = local = None  # let go of the mapped files
+    run.claim(progress)
+    frozen = frozen_checksum(agent)
     sizes = {"charts/trainable_parameters": sum(p.numel() for p in parameters)}
     sizes["charts/total_parameters"] = sum(p.numel() for p in agent.parameters())
-    accelerator.print(f"{args.env_id}: {world} x {args.num_envs} envs on {device.type}, writing to {run_dir}")
+    accelerator.print(f"{args.env_id}: {world} x {args.num_envs} envs on {device.type}, writing to {run.folder}")
     accelerator.print("{:,} of {:,} parameters are trained".format(*sizes.values()))
-    bar = accelerator.is_main_process and sys.stderr.isatty()
-    progress = tqdm(total=args.total_timesteps, initial=global_step, unit="step", unit_scale=True, disable=not bar)
 
-    start_time = last_print = time.time()
-    skipped_in_a_row = torch.zeros((), device=device)
-
-    # ---- Cloning: the model learns to speak in actions from a few demonstrations
-    if args.bc_updates and not loaded:
+    # ---- Cloning: the model learns to act from a few demonstrations
+    if args.bc_updates and not resumed:
         demo_env = envs.make(args.env_id, args.bc_episodes, device=device, seed=DEMO_SEED)
-        seen, labels = demonstrate(agent, demo_env)
+        demo_obs, labels = demonstrate(agent, demo_env)
         agent.train(args.gradient_checkpointing)
-        for update in range(1, args.bc_updates + 1):
+        for update in range(args.bc_updates):
             for group in optimizer.param_groups:
-                group["lr"] = args.bc_learning_rate * (1.0 - (update - 1) / args.bc_updates)
+                group["lr"] = args.bc_learning_rate * (1.0 - update / args.bc_updates)
             rows = torch.randint(len(labels), (args.bc_batch,), device=device)
-            _, logprob, _, value = model(agent.see(seen[rows]), labels[rows])
+            _, logprob, _, value = model(agent.see(demo_obs[rows]), labels[rows])
             accelerator.backward(0.0 * value.sum() - logprob.mean())
             norm = accelerator.clip_grad_norm_(parameters, args.max_grad_norm)
             adam.found_inf = (~norm.isfinite()).float()
             adam.step()
             adam.zero_grad()
-            if accelerator.is_main_process and (update == args.bc_updates or time.time() > last_print + 5):
-                last_print = time.time()
-                print(f"cloning {update}/{args.bc_updates}  loss {-logprob.mean().item():.3f}", flush=True)
+            if update + 1 == args.bc_updates or time.time() > run.last_print + 5:
+                run.last_print = time.time()
+                accelerator.print(f"cloning {update + 1}/{args.bc_updates}  loss {-logprob.mean().item():.3f}")
         optimizer.optimizer.state.clear()
-        video = run_dir / "videos" / "step_0.gif" if render else None
-        log = evaluate_policy(agent, eval_env, accelerator, video, args.num_envs)
-        accelerator.log(log, step=0)
-        accelerator.print("cloned: " + ", ".join(f"{k} {v:.4g}" for k, v in log.items()))
+        scores = evaluate_policy(agent, eval_env, accelerator, run.folder / "videos" / "step_0.gif", args.num_envs)
+        accelerator.print(f"cloned: {show(scores)}")
+        run.log(scores, progress)
 
-    N, T = args.num_envs, args.num_chunks
-    size = N * T // args.num_minibatches
-    blank = torch.zeros(N * T, agent.chunk * agent.size, dtype=torch.int64, device=device)  # any tokens: values only
-    start_iteration, timed_steps, timed_seconds, most_stale = iteration, 0, 0.0, 0
-    stopping, evaluating, rest_at = False, False, None
+    samples = world * args.num_envs * args.num_chunks
+    size = args.num_envs * args.num_chunks // args.num_minibatches  # of a minibatch, on each rank
+    skipped_in_a_row = torch.zeros((), device=device)
+    most_stale = 0
+    # Evaluating, saving and ending need the collector at rest and its queue empty. It is asked to pause as soon as one
+    # of them is due. No rank can have started a rollout that iteration + max_staleness does not use: all of them pause
+    # after that iteration, and nothing is lost.
+    pause_at = None  # the iteration after which the collector is at rest
+    paused_step = progress.global_step  # env steps at the last pause
+    finished = progress.global_step >= args.total_timesteps
+    stopping = False
+    log = {}
     with Collector(inference, env, generator, args) as collector:
-        if global_step < args.total_timesteps:
-            collector.start(agent, next_obs, iteration)
-        while global_step < args.total_timesteps or rest_at:
-            iteration += 1
-            begin = time.perf_counter()
-            progressed = min(global_step / args.total_timesteps, 1.0)
-            decay = 1.0 - 0.9 * progressed * args.anneal_lr
-            rates = [args.learning_rate * decay, args.value_learning_rate * decay]
-            for group, rate in zip(optimizer.param_groups, rates):
-                group["lr"] = rate
+        if not finished:
+            collector.start(agent, next_obs, progress.iteration)
+        while pause_at is not None or not (finished or stopping):
+            progress.iteration += 1
+            iteration_start = time.perf_counter()
+            decay = 1.0
+            if args.anneal_lr:
+                decay = 1.0 - 0.9 * min(progress.global_step / args.total_timesteps, 1.0)
+            progress.learning_rate = args.learning_rate * decay
+            optimizer.param_groups[0]["lr"] = progress.learning_rate
+            optimizer.param_groups[1]["lr"] = args.value_learning_rate * decay
 
             # ---- Rollout: the thread's next one
-            rollout = collector.get()
-            learner_wait = time.perf_counter() - begin
-            stale = iteration - 1 - rollout["version"]
-            data = rollout["data"]
+            rollout = collector.next_rollout()
+            learner_wait = time.perf_counter() - iteration_start
+            stale = progress.iteration - 1 - rollout.version
+            data = rollout.data
             batch = data.reshape(-1)
 
             # ---- Advantages, by the proximal policy: the newest weights, which this update starts from
             with torch.no_grad():
                 agent.eval()
-                parts = [agent(part["obs"], part["tokens"]) for part in batch.split(size)]
-                batch["prox_logprob"], values = (torch.cat([p[i] for p in parts]) for i in (1, 3))
-                next_value = torch.cat([agent(x, blank[: len(x)])[3] for x in rollout["next_seen"].split(size)])
+                scored = [agent(part["obs"], part["tokens"]) for part in batch.split(size)]
+                batch["prox_logprob"] = torch.cat([logprob for _, logprob, _, _ in scored])
+                values = torch.cat([value for _, _, _, value in scored])
+                next_value = predict_values(agent, rollout.next_seen, any_tokens, size)
                 final_values = values * batch["truncated"]  # if the simulator gives no final observations
-                if "final_obs" in rollout:
-                    seen = rollout["final_obs"].split(size)
-                    final_values[rollout["final_rows"]] = torch.cat([agent(x, blank[: len(x)])[3] for x in seen])
-                values, final_values = values.view(T, N), final_values.view(T, N)
-                rewards, steps = data["reward"], data["steps"]
-                finite = all(x.isfinite().all() for x in (rewards, final_values, next_value))
+                if rollout.final_seen is not None:
+                    final_values[rollout.final_rows] = predict_values(agent, rollout.final_seen, any_tokens, size)
+                values = values.view_as(data["reward"])
+                final_values = final_values.view_as(values)
                 # CRUCIAL: k steps lie between a chunk and what follows it, fewer where the episode ended inside.
+                discount = args.gamma ** data["steps"]
                 advantages = compute_gae(
-                    rewards, values, next_value, data["terminated"], data["truncated"], final_values,
-                    args.gamma**steps, args.gae_lambda,
+                    data["reward"], values, next_value, data["terminated"], data["truncated"], final_values,
+                    discount, args.gae_lambda,
                 )  # fmt: skip
-                batch["advantage"], batch["return"] = advantages.view(-1), (advantages + values).view(-1)
+                returns = advantages + values
+                seen = (data["reward"], final_values, next_value)
+                finite = torch.stack([x.isfinite().all() for x in seen]).all()
 
-                # ---- The one exchange before the update: counts, flags, moments and sums over episodes of each rank
-                a, r = advantages.double(), batch["return"].double()
-                sums = torch.stack([a.sum(), r.sum(), a.square().sum(), r.square().sum()])
-                flags = [steps.sum(), not finite, bool(stop_signals)]
-                flags = torch.tensor(flags, dtype=torch.float64, device=device)
-                gathered = accelerator.gather(torch.cat([flags, sums, rollout["episodes"]])[None]).cpu()
-            flags, sums, episodes = gathered.split([len(flags), len(sums), 4], dim=1)
-            steps_taken, broken, stop = flags.long().unbind(1)
-            if broken.any():
-                where = ", ".join(map(str, broken.nonzero().view(-1).tolist()))
-                fail(f"NaN or infinity from {args.env_id} on rank {where} in iteration {iteration}: no update was made")
-            samples, steps_taken = world * N * T, int(steps_taken.sum())
-            before_step, global_step = global_step, global_step + steps_taken
-            finished = global_step >= args.total_timesteps
-            stopping = stopping or bool(stop.any())
-            mean, r_mean, square, r_square = (sums.sum(0) / samples).tolist()
-            var, r_var = max(square - mean**2, 0.0), max(r_square - r_mean**2, 1e-12)
-            if args.norm_adv:
-                batch["advantage"] = (batch["advantage"] - mean) / (math.sqrt(var) + 1e-8)
-            # Evaluating, saving and leaving need the thread at rest and its queue empty. No rank can have started a
-            # rollout after number iteration + max_staleness - 1, so all of them rest after that one: nothing is lost.
-            evaluating = evaluating or due(args.eval_interval, before_step, global_step)
-            saving = due(args.save_interval, before_step, global_step)
-            if rest_at is None and (finished or stopping or evaluating or saving):
-                rest_at = iteration + args.max_staleness
-                collector.rest(rest_at)
+            # ---- Exchange what all ranks must know of each other
+            mine = {"steps": data["steps"].sum(), "broken": ~finite, "stop": bool(run.signals)}
+            mine["advantages"] = sum_and_square(advantages)
+            mine["returns"] = sum_and_square(returns)
+            mine["episodes"] = rollout.episodes
+            ranks = exchange(accelerator, mine)
+            run.check_finite(ranks["broken"], progress.iteration)
+            sums = {name: x.sum(0) for name, x in ranks.items()}
+            steps = int(sums["steps"])
+            progress.global_step += steps
+            finished = progress.global_step >= args.total_timesteps
+            stopping = stopping or bool(sums["stop"])
+            mean, var = mean_and_var(sums["advantages"], samples)
+            return_var = mean_and_var(sums["returns"], samples)[1]
+            evaluating = due(args.eval_interval, paused_step, progress.global_step)
+            saving = due(args.save_interval, paused_step, progress.global_step)
+            if pause_at is None and (finished or stopping or evaluating or saving):
+                pause_at = progress.iteration + args.max_staleness
+                collector.pause_before(pause_at)
 
             # ---- Update
             agent.train(args.gradient_checkpointing)
-            logged = torch.zeros(len(LOSSES), dtype=torch.float64, device=device)
-            norms, skipped, epochs = torch.zeros((), device=device), torch.zeros((), device=device), 0
+            if args.norm_adv:
+                advantages = (advantages - mean) / (math.sqrt(var) + 1e-8)
+            batch["advantage"] = advantages.view(-1)
+            batch["return"] = returns.view(-1)
+            losses = torch.zeros(len(LOSSES), dtype=torch.float64, device=device)
+            grad_norms = torch.zeros((), device=device)
+            skipped = torch.zeros((), device=device)
+            epochs = 0
             while epochs < args.update_epochs:
                 epochs += 1
+                epoch_losses = torch.zeros_like(losses)
                 shuffled = batch[torch.randperm(len(batch), device=device)]
-                before = logged.clone()
                 for mb in shuffled.split(size):
                     parts = mb.split(size // args.gradient_accumulation)
-                    for i, part in enumerate(parts):
-                        # Gradients are exchanged once a minibatch, with its last part.
-                        with accelerator.no_sync(model) if i < len(parts) - 1 else nullcontext():
+                    for part in parts:
+                        # Gradients are exchanged once per minibatch, with its last part.
+                        with nullcontext() if part is parts[-1] else accelerator.no_sync(model):
                             _, newlogprob, entropy, newvalue = model(part["obs"], part["tokens"])
-                            loss, part_logged = vla_loss(
-                                newlogprob, entropy, newvalue, part["prox_logprob"], part["logprob"], part["advantage"],
-                                part["return"], args.clip_coef, args.clip_coef_high, args.behaviour_weight_cap,
+                            loss, part_losses = vla_loss(
+                                newlogprob, entropy, newvalue,
+                                part["prox_logprob"], part["logprob"], part["advantage"], part["return"],
+                                args.clip_coef, args.clip_coef_high, args.behaviour_weight_cap,
                                 args.ent_coef, args.vf_coef,
                             )  # fmt: skip
                             # All ranks hold as many samples: the mean over ranks is the mean over all of them.
                             accelerator.backward(loss / size)
-                        logged = logged + part_logged
-                    if iteration <= args.value_warmup:  # the value head alone, and nothing for Adam to remember
-                        for p in optimizer.param_groups[0]["params"]:
+                        epoch_losses += part_losses
+                    if progress.iteration <= args.value_warmup:  # the value head alone, nothing for Adam to remember
+                        for p in policy:
                             p.grad = None
                     norm = accelerator.clip_grad_norm_(parameters, args.max_grad_norm)
                     # CRUCIAL: after the all-reduce a NaN is on every rank, and the fused Adam skips its step where this
-                    # is 1: on all of them together, and without a look at the GPU.
-                    bad = adam.found_inf = (~norm.isfinite()).float()
+                    # is 1: on all of them together, and without a host sync.
+                    adam.found_inf = (~norm.isfinite()).float()
                     adam.step()
                     adam.zero_grad()
-                    skipped, skipped_in_a_row = skipped + bad, (skipped_in_a_row + 1.0) * bad
-                    norms = norms + norm.nan_to_num(0.0, 0.0)
+                    skipped += adam.found_inf
+                    skipped_in_a_row = (skipped_in_a_row + 1.0) * adam.found_inf
+                    grad_norms += norm.nan_to_num(0.0, 0.0)
+                losses += epoch_losses
                 if args.target_kl:
                     # CRUCIAL: the KL of all ranks, so that all of them stop together.
-                    sums = accelerator.gather((logged - before)[None]).sum(0)
-                    if sums[LOSSES.index("losses/approx_kl")].item() / samples > args.target_kl:
+                    kl_sum = accelerator.reduce(epoch_losses, "sum")[LOSSES.index("losses/approx_kl")]
+                    if kl_sum.item() / samples > args.target_kl:
                         break
-            steps_trained += steps_taken * epochs
-            train_seconds = time.perf_counter() - begin - learner_wait
+            progress.steps_trained += steps * epochs
+            train_seconds = time.perf_counter() - iteration_start - learner_wait
 
-            # ---- Metrics
-            metrics = dict(zip(LOSSES, logged * world / (samples * epochs)))
-            metrics |= {"losses/grad_norm": norms / (epochs * args.num_minibatches), "losses/skipped_updates": skipped}
-            if iteration == start_iteration + 1:
-                metric_names = sorted(set(gather_object(list(rollout["metrics"]))))
-            metrics |= {f"env/{k}": rollout["metrics"].get(k, 0.0) * world / steps_taken for k in metric_names}
-            metrics |= {"time/collect": rollout["seconds"], "time/train": train_seconds}
-            metrics |= {"time/collector_wait": rollout["wait"], "time/learner_wait": learner_wait}
+            # ---- Metrics, means over ranks
+            metrics = dict(zip(LOSSES, losses * world / (samples * epochs)))
+            metrics["losses/grad_norm"] = grad_norms / (epochs * args.num_minibatches)
+            metrics["losses/skipped_updates"] = skipped
+            metrics |= {"time/collect": rollout.seconds, "time/collector_wait": rollout.wait}
+            metrics |= {"time/train": train_seconds, "time/learner_wait": learner_wait}
             metrics |= {"charts/staleness": stale, "charts/queue_length": len(collector.queue)}
-            metrics |= {"skipped_in_a_row": skipped_in_a_row, "checksum": 0.0}
-            if args.check_interval and iteration % args.check_interval == 0:
-                metrics["checksum"] = checksum(parameters)
-            on_gpu = device.type == "cuda"
-            peak = (
-                torch.cuda.max_memory_allocated(device)
-                if on_gpu
-                else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            )
-            metrics["charts/memory_gb"] = peak / (1e9 if on_gpu else 1e6)
-            values = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in metrics.values()])
-            on_ranks = dict(zip(metrics, accelerator.gather(values[None]).T.cpu()))  # [W] each
-            checksums = on_ranks.pop("checksum")
-            if differ := (checksums != checksums[0]).nonzero().view(-1).tolist():
-                fail(f"weights of rank {', '.join(map(str, differ))} differ from rank 0's in "
-                     f"iteration {iteration}: go on from the last checkpoint with --resume {run_dir}")  # fmt: skip
-            if (in_a_row := int(on_ranks.pop("skipped_in_a_row")[0])) >= MAX_SKIPPED:
-                fail(f"the last {in_a_row} updates had NaN or infinite gradients and were skipped: "
-                     f"try a smaller --learning-rate than {args.learning_rate}")  # fmt: skip
-            most_stale = max(most_stale, int(on_ranks["charts/staleness"].max()))
-            log = {k: x.mean().item() for k, x in on_ranks.items()} | {"losses/explained_variance": 1.0 - var / r_var}
-            log |= {"charts/staleness_max": most_stale, "charts/policy_version": iteration}
-            log |= {"charts/learning_rate": rates[0], "charts/minibatch_size": samples / args.num_minibatches}
-            log |= {"charts/steps_sampled": global_step, "charts/steps_trained": steps_trained}
-            log |= {"charts/iteration": iteration} | sizes
-            if iteration > start_iteration + 1:  # the first one warms up
-                timed_steps, timed_seconds = timed_steps + steps_taken, timed_seconds + time.perf_counter() - begin
-                log["charts/SPS"] = timed_steps / timed_seconds
-            count, *totals = episodes.sum(0).tolist()
-            names = ("charts/episodic_return", "charts/episodic_length", "charts/success_rate")
-            log |= {k: x / count for k, x in zip(names, totals) if count and not math.isnan(x)}
+            metrics["charts/memory_gb"] = peak_memory(device)
+            for name in run.metric_names(rollout.metrics):
+                metrics[f"env/{name}"] = rollout.metrics.get(name, 0.0) * world / steps
+            check = 0.0
+            if args.check_interval and progress.iteration % args.check_interval == 0:
+                check = checksum(parameters)
+            ranks = exchange(accelerator, metrics | {"checksum": check, "skipped": skipped_in_a_row})
+            run.check_ranks(ranks.pop("checksum"), int(ranks.pop("skipped")[0]), progress.iteration)
+            log = {name: x.mean().item() for name, x in ranks.items()} | sizes
+            most_stale = max(most_stale, int(ranks["charts/staleness"].max()))
+            log["charts/staleness_max"] = most_stale
+            log["charts/policy_version"] = progress.iteration
+            log["charts/minibatch_size"] = samples / args.num_minibatches
+            log["losses/explained_variance"] = 1.0 - var / max(return_var, 1e-12)
+            log |= progress.count_episodes(sums["episodes"].tolist())
+            log |= run.speed(steps, time.perf_counter() - iteration_start)
 
-            # ---- Evaluate and save, with the thread at rest
-            if iteration == rest_at:
+            # ---- Evaluate and save, with the collector at rest: `collector.obs` and its env can be read
+            if progress.iteration == pause_at:
+                pause_at = None
+                paused_step = progress.global_step
                 improved = False
                 if finished or (evaluating and not stopping):
                     eval_start = time.perf_counter()
-                    video = run_dir / "videos" / f"step_{global_step}.gif" if render else None
+                    video = run.folder / "videos" / f"step_{progress.global_step}.gif"
                     log |= evaluate_policy(agent, eval_env, accelerator, video, args.num_envs)
                     log["time/eval"] = time.perf_counter() - eval_start
-                    score = [log.get("eval/success_rate", 0.0), log.get("eval/episodic_return", -math.inf)]
-                    improved = best is None or score > best
-                    best = score if improved else best
+                    improved = progress.improve(log)
                 if finished:
-                    told_wrong = evaluate_policy(agent, eval_env, accelerator, None, args.num_envs, shift=1)
-                    log["eval/success_rate_wrong_instruction"] = told_wrong.get("eval/success_rate", math.nan)
-                trainer = {
-                    "optimizer": optimizer.optimizer.state_dict(), "best": best, "global_step": global_step,
-                    "iteration": iteration, "steps_trained": steps_trained, "world_size": world, "versions": versions,
-                }  # fmt: skip
-                cuda_rng = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-                local = {
-                    "env": env.state_dict(), "obs": dict(collector.obs.items()), "generator": generator.get_state(),
-                    "rng": torch.get_rng_state(), "cuda_rng": cuda_rng,
-                }  # fmt: skip
-                folder = run_dir / "checkpoints" / f"step_{global_step}"
-                save_checkpoint(folder, accelerator, trainable(agent), about, trainer, local, improved)
-                if accelerator.is_main_process:
-                    for old in find_checkpoints(run_dir, "best")[1 + args.keep_checkpoints :]:
-                        shutil.rmtree(old, ignore_errors=True)
-                errors = []
-                try:
+                    misled = evaluate_policy(agent, eval_env, accelerator, None, args.num_envs, shift=1)
+                    log["eval/success_rate_wrong_instruction"] = misled.get("eval/success_rate", math.nan)
+                trainer = {"optimizer": optimizer.optimizer.state_dict(), "frozen": frozen}
+                local = {"env": env.state_dict(), "obs": dict(collector.obs.items())}
+                local["generator"] = generator.get_state()
+                run.save(progress, trainable(agent), trainer, local, improved)
+                with together() as errors:
                     if improved and accelerator.is_main_process:
-                        export(agent, run_dir / "policy")
-                except Exception as error:
-                    errors = [f"cannot write {run_dir / 'policy'}: {error}; the checkpoint is saved"]
-                if errors := gather_object(errors):
-                    fail(errors[0])
-                evaluating, rest_at = False, None
-
-            # ---- Log
-            accelerator.log(log, step=global_step)
-            formats = {
-                "charts/SPS": "SPS {:.0f}",
-                "charts/episodic_return": "return {:.2f}",
-                "charts/success_rate": "success {:.2f}",
-            }
-            shown = "  ".join(text.format(log[k]) for k, text in formats.items() if k in log)
-            progress.update(global_step - progress.n)
-            progress.set_postfix_str(shown, refresh=False)
-            resting = rest_at is None and (finished or stopping)
-            if accelerator.is_main_process and not bar and (resting or iteration == 1 or time.time() > last_print + 5):
-                last_print = time.time()
-                print(f"step {global_step}/{args.total_timesteps}  {shown}", flush=True)
-            if resting:
-                break
-            collector.publish(agent)
-            if rest_at is None:  # with the new weights, it may go on
-                collector.rest(math.inf)
+                        export(agent, run.folder / "policy")
+                if errors:
+                    fail(f"cannot write {run.folder / 'policy'}: {errors[0]}; the checkpoint is saved")
+            run.log(log, progress)
+            if pause_at is not None or not (finished or stopping):
+                collector.publish(agent)
+                if pause_at is None:
+                    collector.resume()
 
     # ---- Finish
-    progress.close()
-    if accelerator.is_main_process and stopping and not finished:
-        write(run_dir / "preempted", folder.name)
-        print(f"stopped by a signal, saved {folder}: go on with --resume {run_dir}")
-    elif accelerator.is_main_process and iteration > start_iteration:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-        summary = log | {
-            "global_step": global_step, "wall_seconds": time.time() - start_time, "world_size": world,
-            "env_id": args.env_id, "seed": args.seed, "command": " ".join(sys.argv), "commit": commit.stdout.strip(),
-            "versions": versions,
-        }  # fmt: skip
-        write(run_dir / "summary.json", json.dumps(summary, indent=2))
-        print(", ".join(f"{k} {v:.4g}" for k, v in log.items() if k.startswith("eval/")) + f"  -> {run_dir}")
+    run.finish(log, progress)
     env.close()
     eval_env.close()
-    # CRUCIAL: DDP must not be the last to hold the process group: it would wait for its end with Python's lock in hand.
+    # CRUCIAL: DDP must not be the last owner of the process group: it would wait for its end while holding the GIL.
     del model, optimizer, adam
     accelerator.free_memory()
     accelerator.end_training()

@@ -11,15 +11,19 @@ import time
 from pathlib import Path
 
 import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 import transformers
 import tyro
 from accelerate.state import AcceleratorState
-from conftest import Process, run, script
+from conftest import ROOT, Process, run, script
+from PIL import Image
 from tensordict import TensorDict
 from test_resume import assert_same, checkpoint, cut_back, newest, scores, wait_for
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 import envs
 import ppo_vla_async as vla
@@ -232,6 +236,10 @@ def test_half_precision_and_checkpointing_run_and_evaluate(tmp_path, capsys, fre
     assert "eval/episodes 2" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="trained on other weights than those that --model-path tiny has"):
         vla.main(small(tmp_path, evaluate=True, checkpoint=str(tmp_path / "run"), seed=2, **settings))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    settings["mixed_precision"] = "no"
+    with pytest.raises(SystemExit, match="mixed_precision = bf16, not no: set --mixed-precision to match it$"):
+        vla.main(small(tmp_path, evaluate=True, checkpoint=str(tmp_path / "run"), **settings))
 
 
 def test_the_value_head_warms_up_alone(tmp_path):
@@ -263,6 +271,306 @@ def test_other_models_train_from_their_folder(tmp_path, folders, name):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["charts/trainable_parameters"] < summary["charts/total_parameters"]
     assert math.isfinite(summary["losses/policy_loss"])
+
+
+# ---- Precision
+
+
+def with_peaked_head(agent: Agent, factor: float) -> Agent:
+    with torch.no_grad():
+        agent.whole.get_output_embeddings().weight.mul_(factor)
+    return agent
+
+
+@pytest.mark.parametrize("lora_rank", [None, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_not_rounded_in_half_precision(folders, name, lora_rank):
+    """With large logits, those in bf16 are off by whole units: here they are the exact product of state and head."""
+    env = envs.make("Tabletop", 8, seed=1)
+    torch.manual_seed(0)
+    agent = Agent(env, folders(name), Args(action_chunk=2, lora_rank=lora_rank, mixed_precision="bf16")).eval()
+    model = agent.model.get_base_model() if lora_rank else agent.model
+    head = model.get_output_embeddings()
+    with torch.no_grad():
+        head.weight.mul_(30)
+    states = []
+    model.base_model.register_forward_hook(lambda module, inputs, out: states.append(out.last_hidden_state))
+    seen = agent.see(env.reset())
+
+    def exact(state, tokens):
+        logits = state.double() @ head.weight[agent.bins].double().T
+        return logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1).sum(-1)
+
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        tokens, drawn, _, _ = agent(seen, generator=torch.Generator().manual_seed(0))
+        drawn_state = torch.stack([state[:, -1] for state in states], 1)
+        states.clear()
+        scored = agent(seen, tokens)[1]
+    assert drawn.dtype == scored.dtype == torch.float32
+    torch.testing.assert_close(drawn, exact(drawn_state, tokens).float(), atol=1e-3, rtol=0)
+    torch.testing.assert_close(scored, exact(states[0][:, -4:], tokens).float(), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["idefics3", "paligemma"])
+def test_sampled_and_scored_probabilities_agree_in_half_precision(folders, name):
+    env = envs.make("Tabletop", 16, seed=1)
+    env.instructions = ["reach the block that is ruby", "lime", "go to the block that is at the left"]
+    torch.manual_seed(0)
+    agent = with_peaked_head(Agent(env, folders(name), Args(action_chunk=4, mixed_precision="bf16")).eval(), 10)
+    seen = agent.see(env.reset())
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        tokens, drawn, _, _ = agent(seen, generator=torch.Generator().manual_seed(0))
+        assert (drawn - agent(seen, tokens)[1]).abs().max() < 0.04
+    agent.check(env.reset(), torch.bfloat16)
+
+
+def test_all_that_the_output_layer_does_is_done(folders, tmp_path):
+    """A bias and soft-capping; what else a model may do there is refused."""
+    env = envs.make("Tabletop", 4, seed=1)
+    agent = Agent(env, folders("paligemma"), Args()).eval()
+    head = agent.model.get_output_embeddings()
+    head.bias = nn.Parameter(torch.randn(head.out_features))
+    agent.model.config.text_config.final_logit_softcapping = 0.8
+    agent.check(env.reset(), None)
+    head.register_forward_hook(lambda module, inputs, out: out / 1.1)
+    with pytest.raises(ValueError, match="does more to the logits than a bias and soft-capping"):
+        agent.check(env.reset(), None)
+
+
+@pytest.mark.parametrize("half", [None, torch.bfloat16])
+def test_the_check_at_the_start_finds_wrong_positions(folders, half):
+    env = envs.make("Tabletop", 4, seed=1)
+    agent = with_peaked_head(Agent(env, folders("qwen2_5_vl"), Args(action_chunk=2)).eval(), 10)
+    agent.check(env.reset(), half)
+    right = agent._text
+
+    def wrong(instruction, tokens):
+        text = right(instruction, tokens)
+        if tokens.shape[1] == 2:  # the third of four, where they are drawn one by one
+            text["position_ids"] = text["position_ids"] * 10
+        return text
+
+    agent._text = wrong
+    with pytest.raises(ValueError, match="drawn token by token and scored in one pass"):
+        agent.check(env.reset(), half)
+
+
+@pytest.mark.parametrize("lora_rank", [None, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_collector_keeps_its_weights_as_autocast_would_cast_them(folders, name, lora_rank):
+    """The same actions and probabilities, bit for bit, without a cast of every weight for every token."""
+    env = envs.make("Tabletop", 4, seed=1)
+    torch.manual_seed(0)
+    agent = Agent(env, folders(name), Args(action_chunk=2, lora_rank=lora_rank)).eval()
+    for key, p in agent.named_parameters():
+        if "lora_B" in key:
+            nn.init.normal_(p, std=0.1)
+    copied = share_frozen(agent, torch.bfloat16)
+    collector = Collector(copied, env, torch.Generator(), Args())
+    seen = agent.see(env.reset())
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        one = agent(seen, generator=torch.Generator().manual_seed(0))
+        two = copied(seen, generator=torch.Generator().manual_seed(0))
+    for a, b in zip(one, two):
+        assert torch.equal(a, b)
+    kept = {name for name, p in zip(trainable(agent), collector.weights) if p.dtype == torch.float32}
+    words = ("norm", "ln_q", "embed", "head", "bias") if lora_rank is None else ("value_head",)
+    linear = {f"{name}.weight" for name, m in agent.named_modules() if isinstance(m, nn.Linear | nn.Conv2d | nn.Conv3d)}
+    heads = {name for name in linear if name.startswith("value_head") or name.endswith("lm_head.weight")}
+    assert not kept & (linear - heads) and heads & set(trainable(agent)) <= kept
+    assert all(any(word in name for word in words) for name in kept), kept
+    assert [x.dtype for x in collector.snapshot] == [x.dtype for x in collector.weights]
+    with torch.no_grad():
+        for p in trainable(agent).values():
+            p.mul_(1.5)
+    collector.publish(agent)
+    for x, p in zip(collector.snapshot, trainable(agent).values()):
+        assert torch.equal(x, p.to(x.dtype))
+
+
+# ---- Pictures
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_pictures_are_those_of_the_image_processor(folders, name):
+    env = envs.make("Tabletop", 3, seed=1)
+    agent = Agent(env, folders(name), Args())
+    generator = torch.Generator().manual_seed(1)
+    obs = env.reset()
+    obs["rgb"] = torch.randint(256, obs["rgb"].shape, dtype=torch.uint8, generator=generator)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mine = agent.see(obs)
+    assert agent.pictures is not None
+    agent.pictures = None
+    theirs = agent.see(obs)
+    assert mine.keys() == theirs.keys()
+    for key, x in theirs.items():
+        assert mine[key].dtype == x.dtype, key
+        torch.testing.assert_close(mine[key], x, atol=1e-6, rtol=0)
+
+
+def edit(path: Path, **changes) -> None:
+    content = json.loads(path.read_text())
+    content["image_processor"] |= changes
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("resample", range(6))
+def test_pictures_are_resized_once(tmp_path, folders, resample):
+    """Straight to the size of the vision encoder, not to that of all tiles first; in each way that PIL knows."""
+    shutil.copytree(folders("idefics3"), tmp_path / "model")
+    tiles = {"do_resize": True, "do_image_splitting": True, "size": {"longest_edge": 2048}, "resample": resample}
+    edit(tmp_path / "model" / "processor_config.json", **tiles)
+    env = envs.make("Tabletop", 2, seed=1)
+    env.single_observation_space = gym.spaces.Dict({"rgb": gym.spaces.Box(0, 255, (40, 56, 3), np.uint8)})
+    agent = Agent(env, str(tmp_path / "model"), Args())
+    assert agent.pictures is not None
+    generator = torch.Generator().manual_seed(1)
+    rgb = torch.randint(256, (2, 40, 56, 3), dtype=torch.uint8, generator=generator)
+    seen = agent.see(TensorDict({"rgb": rgb, "instruction": torch.tensor([0, 1])}, [2]))
+    for row, x in zip(rgb, seen["pixel_values"]):
+        expected = np.array(Image.fromarray(row.numpy()).resize((64, 64), resample))
+        off = (x[0].permute(1, 2, 0) - (torch.from_numpy(expected) / 255 - 0.5) / 0.5).abs() * 255 / 2
+        assert off.max() < 1.01 and (off > 0.01).float().mean() < 1e-3  # at most a grey level, hardly anywhere
+
+
+def test_an_image_processor_of_another_kind_is_called_itself(tmp_path, capsys, monkeypatch):
+    """Where the same is not done in torch, the run says so."""
+    monkeypatch.setattr(transformers.Idefics3ImageProcessorPil, "normalize", lambda self, x, mean, std: x - 3.0)
+    vla.main(small(tmp_path, total_timesteps=16, bc_updates=0))
+    text = "pictures are prepared on the CPU, one by one, by Idefics3ImageProcessor"
+    assert capsys.readouterr().out.count(text) == 1
+
+
+def test_positions_are_computed_once(folders, monkeypatch):
+    """Qwen's loop over samples runs once for the prompts, and not in a forward."""
+    env = envs.make("Tabletop", 4, seed=1)
+    agent = Agent(env, folders("qwen2_5_vl"), Args(action_chunk=2)).eval()
+    monkeypatch.setattr(transformers.Qwen2_5_VLModel, "get_rope_index", None)
+    seen = agent.see(env.reset())
+    with torch.no_grad():
+        tokens, drawn, _, _ = agent(seen, generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(drawn, agent(seen, tokens)[1], atol=1e-5, rtol=0)
+
+
+# ---- A device that is not the CPU
+
+
+class There(torch.Tensor):
+    """A tensor on the CPU that passes for one on another device (which is called meta)."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        settings = {"strides": inner.stride(), "storage_offset": inner.storage_offset(), "dtype": inner.dtype}
+        return cls._make_wrapper_subclass(cls, inner.size(), device="meta", **settings)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError("only inside of OtherDevice")
+
+    def tolist(self):
+        OtherDevice.syncs += 1
+        return self.inner.tolist()
+
+
+class OtherDevice(TorchDispatchMode):
+    """Runs everything on the CPU, refuses to mix devices, and counts what makes the host wait for the device."""
+
+    syncs = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        name = func.overloadpacket.__name__
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        there = any(isinstance(x, There) for x in tensors)
+        if there and name not in ("_to_copy", "copy_"):
+            assert all(x.device.type == "meta" or x.dim() == 0 for x in tensors), f"{func} mixes devices"
+        if there and name in ("_local_scalar_dense", "nonzero", "equal"):
+            OtherDevice.syncs += 1
+        if kwargs.get("device") is not None:
+            back = there and name == "_to_copy" and kwargs["device"].type == "cpu"
+            OtherDevice.syncs += back
+            there = kwargs["device"].type == "meta"
+            kwargs["device"] = torch.device("cpu")
+        args_here, kwargs_here = tree_map(self._here, (args, kwargs))
+        out = func(*args_here, **kwargs_here)
+        if name.endswith("_") and isinstance(args[0], torch.Tensor):
+            return args[0]
+        return tree_map(lambda x: There(x) if there and isinstance(x, torch.Tensor) else x, out)
+
+    @staticmethod
+    def _here(x):
+        return x.inner if isinstance(x, There) else x
+
+
+class ThereEnv(envs.VecEnv):
+    """An env whose tensors are on the other device."""
+
+    def __init__(self, env):
+        self.env, self.device = env, torch.device("meta")
+        for name in ("num_envs", "max_episode_steps", "single_action_space", "instructions"):
+            setattr(self, name, getattr(env, name))
+        if not isinstance(env, Line):
+            self.single_observation_space = env.single_observation_space
+
+    def _there(self, x):
+        if isinstance(x, TensorDict):
+            return TensorDict(self._there(dict(x.items())), x.batch_size)
+        return {k: self._there(v) for k, v in x.items()} if isinstance(x, dict) else x.to("meta")
+
+    def reset(self, episode=0):
+        return self._there(self.env.reset(episode))
+
+    def step(self, action, active=None):
+        *results, info = self.env.step(action.inner, active.inner)
+        return *(self._there(x) for x in results), self._there(info)
+
+
+@pytest.fixture
+def other_device(monkeypatch):
+    autocast, tensor = torch.autocast, torch.tensor
+    monkeypatch.setattr(torch, "autocast", lambda device, **settings: autocast("cpu", **settings))
+
+    def tensor_there(x, **settings):
+        if str(settings.get("device")) != "meta":
+            return tensor(x, **settings)
+        return tensor(x, **settings | {"device": "cpu"}).to("meta")
+
+    monkeypatch.setattr(torch, "tensor", tensor_there)
+    with OtherDevice() as mode:
+        yield mode
+
+
+@pytest.mark.parametrize("name", ["idefics3", "paligemma"])
+def test_a_model_runs_where_its_env_is(tmp_path, folders, name, other_device, fresh_accelerate):
+    """Checked at the start, drawn, scored and collected: no tensor of another device, and none left behind."""
+    env = ThereEnv(envs.make("Tabletop", 4, seed=1))
+    args = small(tmp_path, model_path=folders(name), action_chunk=2)
+    agent = vla.open_model(args, vla.Accelerator(cpu=True), env)
+    assert {x.device.type for x in [*agent.parameters(), *agent.buffers()]} == {"meta"}
+    with torch.no_grad():
+        OtherDevice.syncs = 0
+        agent.see(env.reset())
+        assert OtherDevice.syncs == 0
+        rollout = collect(agent, env, env.reset(), 2, 0.9, torch.Generator(), lambda: False)
+        assert agent(rollout.data.reshape(-1)["obs"], rollout.data["tokens"].flatten(0, 1))[1].device.type == "meta"
+    assert all(isinstance(x, There) for x in rollout.tensors())
+
+
+@pytest.mark.parametrize("chunk, limit", [(1, 1), (2, 1 + 2 * 6)])
+def test_collecting_hardly_waits_for_the_device(chunk, limit, other_device):
+    """Once for a rollout, and with chunks once for every env step."""
+    env = ThereEnv(Line())
+    agent = Toy(chunk)
+    zeros = torch.zeros(3).to("meta")
+    tokens = torch.zeros(3, chunk, dtype=torch.int64).to("meta")
+    agent.forward = lambda obs, generator: (tokens, zeros, zeros, zeros)
+    OtherDevice.syncs = 0
+    rollout = collect(agent, env, env.reset(), 6, 0.5, None, lambda: False)
+    assert rollout.final_seen is not None and OtherDevice.syncs <= limit
 
 
 # ---- Chunks
@@ -318,15 +626,15 @@ def test_a_chunk_by_hand():
     """Chunks of two: rewards of the steps carried out, their number, ends inside a chunk, final observations."""
     env = Line()
     rollout = collect(Toy(2), env, env.reset(), 3, 0.5, None, lambda: False)
-    data = rollout["data"]
+    data = rollout.data
     # env 0 ends at step 3 (success), env 1 at step 4 (clock), env 2 at step 5 (success); rewards 1, 2, 3, ...
     assert data["steps"].T.tolist() == [[2, 1, 2], [2, 2, 2], [2, 2, 1]]
     expected = [[1 + 1.0, 3.0, 1 + 1.0], [2.0, 3 + 2.0, 2.0], [2.0, 5.0, 5.0]]
     assert data["reward"].T.tolist() == expected
     assert data["terminated"].T.tolist() == [[False, True, False], [False] * 3, [False, False, True]]
     assert data["truncated"].T.tolist() == [[False] * 3, [False, True, False], [False] * 3]
-    assert rollout["final_rows"].tolist() == [1 * 3 + 1] and rollout["final_obs"]["x"].tolist() == [[4.0]]
-    assert rollout["episodes"].tolist() == [3, 3 + 4 + 5, 3 + 4 + 5, 2]
+    assert rollout.final_rows.tolist() == [1 * 3 + 1] and rollout.final_seen["x"].tolist() == [[4.0]]
+    assert rollout.episodes.tolist() == [3, 3 + 4 + 5, 3 + 4 + 5, 2]
     assert data["obs"]["x"][:, 0, 0].tolist() == [0, 2, 0]  # held at the new episode's start until the chunk is over
     values, steps = data["obs"]["x"][..., 0], data["steps"]
     final = torch.zeros(3, 3)
@@ -353,7 +661,7 @@ def test_the_run_discounts_by_the_steps_of_each_chunk(tmp_path, monkeypatch):
     checked = []
 
     def check(rewards, values, next_value, terminated, truncated, final_values, gamma, gae_lambda):
-        data = collected[len(checked)]["data"]
+        data = collected[len(checked)].data
         assert torch.equal(gamma, 0.7 ** data["steps"]) and torch.equal(rewards, data["reward"])
         assert torch.equal(final_values != 0, truncated)
         checked.append(truncated.sum().item())
@@ -361,7 +669,7 @@ def test_the_run_discounts_by_the_steps_of_each_chunk(tmp_path, monkeypatch):
 
     monkeypatch.setattr(vla, "compute_gae", check)
     vla.main(small(tmp_path, action_chunk=3, num_chunks=8, total_timesteps=150, max_staleness=0, bc_updates=0))
-    assert sum(checked) > 4 and any((r["data"]["steps"] < 3).any() for r in collected)
+    assert sum(checked) > 4 and any((r.data["steps"] < 3).any() for r in collected)
 
 
 # ---- Loss
@@ -429,19 +737,19 @@ def test_thousands_of_rollouts_with_random_delays():
     with Collector(share_frozen(agent), env, generator, toy_args(max_staleness=2)) as collector:
         collector.start(agent, env.reset(), 0)
         for n in range(3000):
-            rollout = collector.get()
-            assert n - 2 <= rollout["version"] <= n
-            assert torch.all(rollout["data"]["logprob"] == float(rollout["version"]))  # all of it from one version
-            staleness = max(staleness, n - rollout["version"])
-            steps += int(rollout["data"]["steps"].sum())
-            seen.append(rollout["data"]["obs"]["x"][0].clone())
+            rollout = collector.next_rollout()
+            assert n - 2 <= rollout.version <= n
+            assert torch.all(rollout.data["logprob"] == float(rollout.version))  # all of it from one version
+            staleness = max(staleness, n - rollout.version)
+            steps += int(rollout.data["steps"].sum())
+            seen.append(rollout.data["obs"]["x"][0].clone())
             if learner.random() < 0.05:
                 time.sleep(learner.random() * 0.004)
             with torch.no_grad():
                 agent.weight += 1.0
             assert len(collector.queue) <= 2
             if n == 2999 - 2:
-                collector.rest(3000)
+                collector.pause_before(3000)
             collector.publish(agent)
         assert collector.started == 3000 and not collector.queue
         assert steps == 2 * env.calls == 2 * 2 * 3000  # two envs, two chunks of one step
@@ -461,10 +769,49 @@ class Plain(Collector):
         self.obs, self.started, self.version = obs, iteration, iteration - 1
         self.publish(agent)
 
-    def get(self):
+    def next_rollout(self):
         with torch.no_grad():
             self._collect_one()
         return self.queue.popleft()
+
+
+def test_a_pause_lets_the_started_rollouts_end_and_starts_no_other():
+    env, agent = Line(2), Toy(1)
+    with Collector(share_frozen(agent), env, torch.Generator(), toy_args(max_staleness=3)) as collector:
+        collector.pause_before(2)
+        collector.start(agent, env.reset(), 0)
+        collector.next_rollout()
+        collector.next_rollout()
+        time.sleep(0.1)
+        assert collector.started == 2 and not collector.queue and env.calls == 2 * 2
+        collector.resume()
+        assert collector.next_rollout().version == 0 and collector.started > 2
+
+
+def test_every_tensor_of_a_rollout_is_kept_for_the_learners_stream(monkeypatch):
+    """The allocator must not reuse its memory while the learner's stream still reads it."""
+    env = Line()
+    rollout = collect(Toy(2), env, env.reset(), 3, 0.5, None, lambda: False)
+    rollout.metrics["speed"] = torch.zeros(3)
+    rollout.ready = object()
+    waited, recorded = [], set()
+
+    class Stream:
+        wait_event = waited.append
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: recorded.add(x.data_ptr()))
+    collector = Collector(Toy(), env, None, toy_args())
+    collector.stream = Stream()
+    collector.queue.append(rollout)
+    assert collector.next_rollout() is rollout and waited == [rollout.ready]
+    expected = set()
+    for value in vars(rollout).values():
+        parts = value if isinstance(value, dict) else {"": value}
+        for part in parts.values():
+            leaves = part.values(True, True) if isinstance(part, TensorDict) else [part]
+            expected |= {x.data_ptr() for x in leaves if isinstance(x, torch.Tensor)}
+    assert len(expected) > 12 and recorded == expected
 
 
 def test_without_staleness_threads_change_nothing(tmp_path, monkeypatch):
@@ -619,7 +966,7 @@ def test_resume_is_exact_without_staleness(tmp_path):
 
 def test_a_stale_run_drains_its_queue_before_it_saves(tmp_path, capsys, monkeypatch):
     settings = {"max_staleness": 2, "save_interval": 16, "keep_checkpoints": 100, "eval_interval": 48}
-    steps, at_save, real = [], [], vla.save_checkpoint
+    steps, at_save, real = [], [], vla.Run.save
     make = envs.make
 
     def counting(*a, **k):
@@ -630,10 +977,12 @@ def test_a_stale_run_drains_its_queue_before_it_saves(tmp_path, capsys, monkeypa
         return env
 
     monkeypatch.setattr(envs, "make", counting)
-    monkeypatch.setattr(vla, "save_checkpoint", lambda *a: (at_save.append((len(steps), a[4])), real(*a))[1])
+    monkeypatch.setattr(
+        vla.Run, "save", lambda self, p, *a: (at_save.append((len(steps), p.global_step)), real(self, p, *a))
+    )
     vla.main(small(tmp_path, total_timesteps=96, **settings))
     # Every step that the thread has taken by then is in the weights: nothing is in flight.
-    assert at_save and all(4 * taken == trainer["global_step"] for taken, trainer in at_save)
+    assert at_save and all(4 * taken == global_step for taken, global_step in at_save)
     for folder in (tmp_path / "run" / "checkpoints").glob("step_*"):
         saved = checkpoint(folder)
         assert saved["trainer"]["global_step"] == 16 * saved["trainer"]["iteration"]
@@ -652,6 +1001,8 @@ def test_the_policy_folder_loads_everywhere(tmp_path):
         assert torch.equal(p, weights[f"model.model.{name}"]), name
     actions = json.loads((folder / "actions.json").read_text())
     assert len(actions["token_ids"]) == 256 and actions["low"] == [-1, -1] and actions["chunk"] == 1
+    with pytest.raises(SystemExit, match="it predicts 1 actions per forward, not 2: set --action-chunk 1"):
+        vla.main(small(tmp_path, run_name="again", model_path=str(folder), bc_updates=0, action_chunk=2))
     vla.main(small(tmp_path, run_name="again", model_path=str(folder), bc_updates=0, lora_rank=2, total_timesteps=16))
     from peft import PeftModel
 
@@ -710,3 +1061,40 @@ def test_a_model_without_eyes_and_a_damaged_one_are_refused(tmp_path, folders):
     with pytest.raises(SystemExit, match="cannot use --model-path .*damaged") as stopped:
         vla.main(small(tmp_path, model_path=str(tmp_path / "damaged")))
     assert "\n" not in stopped.value.code and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "space, words",
+    [
+        (gym.spaces.Discrete(4), "give an env with Box actions"),
+        (gym.spaces.Box(-np.inf, np.inf, (2,)), "give an env whose Box actions have bounds"),
+    ],
+)
+def test_actions_that_bins_cannot_stand_for_are_refused(tmp_path, monkeypatch, space, words):
+    from envs import tabletop
+
+    monkeypatch.setattr(tabletop.Env, "single_action_space", space)
+    with pytest.raises(SystemExit, match=words) as stopped:
+        vla.main(small(tmp_path))
+    assert "\n" not in stopped.value.code and "tuple" not in stopped.value.code
+
+
+def test_a_folder_that_cannot_be_read_is_answered_in_one_line(tmp_path, monkeypatch):
+    def exists(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(vla, "make_tiny", lambda folder, seed: exists(folder))
+    monkeypatch.setattr(Path, "exists", exists)
+    with pytest.raises(SystemExit, match="Permission denied; choose another --output-dir") as stopped:
+        vla.main(small(tmp_path))
+    assert "\n" not in stopped.value.code
+
+
+def test_the_files_of_the_tiny_model_fit_tabletop():
+    """Each word of an instruction is one token; and no file names a folder of the machine that made it."""
+    folder = ROOT / "models" / "tiny"
+    tokens = transformers.AutoTokenizer.from_pretrained(folder)
+    for instruction in envs.make("Tabletop", 1).instructions:
+        assert len(tokens(instruction)["input_ids"]) == len(instruction.split())
+    for file in folder.iterdir():
+        assert "/" not in file.read_text().replace('"/"', "").replace("</", ""), file
