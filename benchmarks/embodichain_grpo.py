@@ -1,7 +1,12 @@
-"""EmbodiChain's variant of GRPO on grpo_ddp.py, to be compared with ours: the members of a group start in different
-states, four to a group, advantages step by step and divided by the group's deviation. All else is as in grpo_ddp.py.
+"""What are equal starts worth? grpo_ddp.py with the groups and advantages of EmbodiChain's GRPO, to compare with ours.
 
-python benchmarks/embodichain_grpo.py --seed 1        # takes the options of grpo_ddp.py
+The members of a group start in different states (envs.make is told nothing of groups), there are four of them, and
+advantages, step by step, are divided by the group's deviation. Everything else is grpo_ddp.py as it stands: this is not
+EmbodiChain's own code. The curves and numbers are in docs/grpo_ddp.md ("Beside EmbodiChain's variant").
+
+    python benchmarks/embodichain_grpo.py --seed 1                        # takes the options of grpo_ddp.py
+    python benchmarks/embodichain_grpo.py --group-size 8 --no-scale       # nothing but different starts
+    python benchmarks/learn.py run grpo_pushcube_embodichain grpo_pushcube_different_starts
 """
 
 import sys

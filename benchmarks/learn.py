@@ -3,6 +3,7 @@
 python benchmarks/learn.py run pushcube pushcube_2ranks     # seconds to minutes each; results/NAME.json
 python benchmarks/learn.py run hopper                       # about a quarter of an hour
 python benchmarks/learn.py plot                             # docs/images/NAME.png (needs: pip install matplotlib)
+python benchmarks/learn.py gif                              # docs/images/pushcube.gif: the first command's policy
 python benchmarks/learn.py table                            # the table, in Markdown
 """
 
@@ -140,8 +141,14 @@ def table() -> None:
         print(f"| `{name}` | {len(seeds)} | {seeds[0]['global_step']:,} | " + " | ".join(cells) + " |")
 
 
+def short(steps: float, _=None) -> str:
+    """A tick label: 0, 50k, 1.5M."""
+    return f"{steps / 1e6:g}M" if abs(steps) >= 1e6 else f"{steps / 1e3:g}k" if steps else "0"
+
+
 def plot() -> None:
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     for name, (_, _, key) in RUNS.items():
         if not (RESULTS / f"{name}.json").exists():
@@ -152,17 +159,68 @@ def plot() -> None:
             steps, values = zip(*data["curve"])
             axes.plot(steps, values, label=f"seed {seed}", linewidth=1.2)
         axes.set(xlabel="env steps", ylabel=key, title=name)
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_formatter(short)
         if key == "eval/success_rate":
             axes.axhline(0.95, color="grey", linewidth=0.8, linestyle=":")
             axes.set_ylim(-0.02, 1.02)
-        axes.legend(fontsize=7, frameon=False)
+        axes.legend(fontsize=7, frameon=False, loc="lower right")
         figure.tight_layout()
         figure.savefig(ROOT / "docs" / "images" / f"{name}.png", dpi=110)
         plt.close(figure)
 
 
+def gif() -> None:
+    """Four evaluation episodes of PushCube, after one iteration (above) and at the end of the run (below)."""
+    import numpy as np
+    from PIL import Image, ImageDraw, ImageFont
+
+    cell, part, side = 128, (0, 36, 92, 128), 184  # size of a picture; what is cut out of it; and drawn at what size
+
+    def goal(picture) -> np.ndarray:
+        red, green, blue = np.asarray(picture, dtype=int).transpose(2, 0, 1)
+        return green > np.maximum(red, blue) + 20
+
+    rows = []  # env steps, and for each episode its pictures
+    for options in (["--total-timesteps", "1"], []):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "ppo_ddp.py", "--capture-video", "--output-dir", folder, "--run-name", "run"]
+            subprocess.run([*command, *options], cwd=ROOT, check=True)
+            (file,) = Path(folder).glob("run/videos/*.gif")
+            video = Image.open(file)
+            episodes = [[] for _ in range(video.width // cell)]
+            running = [True] * len(episodes)
+            for frame in range(video.n_frames):
+                video.seek(frame)
+                for i, pictures in enumerate(episodes):
+                    picture = video.convert("RGB").crop((i * cell, 0, (i + 1) * cell, cell))
+                    # A finished env shows the start of its next episode, with the goal elsewhere: stop before it.
+                    running[i] &= not pictures or (goal(picture) & ~goal(pictures[0])).sum() < 20
+                    if running[i]:
+                        pictures.append(picture)
+            rows.append((int(file.stem.removeprefix("step_")), episodes))
+
+    frames = []
+    for t in range(8 + max(len(pictures) for pictures in rows[-1][1])):
+        frame = Image.new("RGB", (side * len(rows[0][1]), side * len(rows)))
+        draw = ImageDraw.Draw(frame)
+        for y, (steps, episodes) in enumerate(rows):
+            for x, pictures in enumerate(episodes):
+                picture = pictures[min(t, len(pictures) - 1)].crop(part)
+                frame.paste(picture.resize((side, side), Image.Resampling.NEAREST), (x * side, y * side))
+                draw.rectangle((x * side, y * side, (x + 1) * side, (y + 1) * side), outline=(150, 150, 150))
+            corner = (frame.width - 6, (y + 1) * side - 6)
+            draw.text(corner, f"after {steps:,} steps", (60, 60, 60), ImageFont.load_default(15), anchor="rb")
+        frames.append(frame.quantize(32))
+    target = ROOT / "docs" / "images" / "pushcube.gif"
+    frames[0].save(target, save_all=True, append_images=frames[1:], duration=80, loop=0)
+    print(f"{target.name}: {len(frames)} frames, {target.stat().st_size / 1000:.0f} kB")
+
+
 if __name__ == "__main__":
-    actions = {"run": lambda: [run(name) for name in sys.argv[2:]], "table": table, "plot": plot}
+    actions = {"run": lambda: [run(name) for name in sys.argv[2:]], "table": table, "plot": plot, "gif": gif}
     if len(sys.argv) < 2 or sys.argv[1] not in actions or (sys.argv[1] == "run" and not set(sys.argv[2:]) <= set(RUNS)):
-        sys.exit(f"usage: python benchmarks/learn.py run NAME... | table | plot   with NAME one of {', '.join(RUNS)}")
+        sys.exit(
+            f"usage: python benchmarks/learn.py run NAME... | table | plot | gif   with NAME one of {', '.join(RUNS)}"
+        )
     actions[sys.argv[1]]()
