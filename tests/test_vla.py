@@ -785,6 +785,7 @@ def test_a_pause_lets_the_started_rollouts_end_and_starts_no_other():
         time.sleep(0.1)
         assert collector.started == 2 and not collector.queue and env.calls == 2 * 2
         collector.resume()
+        wait_for(lambda: collector.queue, 10)
         assert collector.next_rollout().version == 0 and collector.started > 2
 
 
