@@ -162,6 +162,7 @@ BAD = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("options", BAD)
 def test_wrong_input_is_answered_in_one_line(options, tmp_path):
     """With the value and what to do, before anything is written."""
@@ -204,6 +205,7 @@ def test_no_permission_to_write(tmp_path):
             main(*QUICK, "--output-dir", tmp_path / "folder")
 
 
+@pytest.mark.smoke
 def test_summary_and_video(tmp_path):
     main(*QUICK, "--output-dir", tmp_path, "--run-name", "a", "--capture-video")
     assert list((tmp_path / "a").glob("events.*"))

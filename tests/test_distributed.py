@@ -31,6 +31,7 @@ def assert_same_bits(one: dict, two: dict):
         assert torch.equal(one[name], two[name]), name
 
 
+@pytest.mark.smoke
 def test_parameters_are_bit_equal_after_updates(tmp_path):
     """Weights, and statistics of observations and returns; and the ranks really held different data."""
     (one, two), _ = worker(tmp_path, "plain", 2, norm_reward=True, backend="gloo")
@@ -44,6 +45,7 @@ def test_parameters_are_bit_equal_after_updates(tmp_path):
     assert summary["charts/minibatch_size"] == 32 and summary["charts/steps_trained"] == 2 * 192
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("sizes", ["equal", "unequal", "empty"])
 def test_gradient_equals_that_of_the_joined_batch(tmp_path, sizes):
     """Also where the ranks hold different numbers of samples, and where one has nothing in a minibatch."""

@@ -47,6 +47,7 @@ def episodes(*rewards: list[float]):
     return table, active
 
 
+@pytest.mark.smoke
 def test_advantages_of_trajectories_by_hand():
     """Two groups of three: returns 1, 2, 3 and 0, 0, 6."""
     rewards, active = episodes([1.0], [1.0, 1.0], [0.0, 0.0, 3.0], [0.0, 0.0], [0.0], [2.0, 4.0])
@@ -68,6 +69,7 @@ def test_advantages_of_trajectories_by_hand():
     torch.testing.assert_close(discounted[0, 3:], torch.tensor([-4.0, -4.0, 8.0]) / 3)
 
 
+@pytest.mark.smoke
 def test_advantages_of_steps_by_hand():
     """At each step the return from there on, among those still running: the last one has nobody to compare with."""
     rewards, active = episodes([1.0], [1.0, 1.0], [0.0, 0.0, 3.0])
@@ -134,6 +136,7 @@ def test_a_group_without_variance_changes_nothing(step_wise):
 # ---- Loss
 
 
+@pytest.mark.smoke
 def test_loss_by_hand():
     new = torch.tensor([0.5, 0.25, 0.5, -0.5], requires_grad=True)
     zero, advantage = torch.zeros(4), torch.tensor([1.0, 1.0, -1.0, -1.0])
@@ -343,6 +346,7 @@ def test_resume_is_exact_on_three_processes(tmp_path):
     assert_same(scores(tmp_path / "whole"), scores(tmp_path / "parts"))
 
 
+@pytest.mark.smoke
 def test_a_signal_stops_it_with_a_checkpoint(tmp_path, made, capsys):  # noqa: F811
     def hook(env, *result):
         if env.calls == 250 and env.num_envs == 8:

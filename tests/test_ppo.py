@@ -37,6 +37,7 @@ def slow_gae(rewards, values, next_value, terminated, truncated, final_values, g
     return advantages.float()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("case", ["neither", "terminated", "truncated", "both", "mix"])
 @pytest.mark.parametrize("seed", range(3))
 def test_gae_equals_the_definition(case, seed):
@@ -56,6 +57,7 @@ def test_gae_equals_the_definition(case, seed):
     torch.testing.assert_close(compute_gae(*inputs), slow_gae(*inputs), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.smoke
 def test_gae_refuses_flat_data():
     flat = torch.zeros(6)
     with pytest.raises(ValueError, match=r"\[T, N\]"):
@@ -65,6 +67,7 @@ def test_gae_refuses_flat_data():
         compute_gae(rollout, rollout.view(2, 3), rollout[0], rollout.bool(), rollout.bool(), rollout, 0.9, 0.9)
 
 
+@pytest.mark.smoke
 def test_running_moments_equal_those_of_all_data():
     """Merged in parts, from several ranks, far from zero: the moments of everything together."""
     data = 1000.0 + torch.randn(4, 3, 50, 2) * torch.tensor([0.1, 5.0])
@@ -80,6 +83,7 @@ def test_running_moments_equal_those_of_all_data():
     torch.testing.assert_close(normal.std(0), torch.ones(2), atol=0.01, rtol=0)
 
 
+@pytest.mark.smoke
 def test_gaussian_policy_matches_torch():
     env = envs.make("PushCube", 6)
     agent = Agent(env, Args())
@@ -95,6 +99,7 @@ def test_gaussian_policy_matches_torch():
     torch.testing.assert_close(many.mean(0), mean, atol=0.1, rtol=0)
 
 
+@pytest.mark.smoke
 def test_categorical_policy_matches_torch():
     env = envs.make("gym/CartPole-v1", 4)
     agent = Agent(env, Args())
@@ -121,6 +126,7 @@ def test_privileged_observations_reach_only_the_critic():
     assert not torch.equal(agent(one)[3], agent(two)[3])
 
 
+@pytest.mark.smoke
 def test_loss_at_the_old_policy():
     """With nothing changed the ratio is 1: no KL, nothing clipped, and the gradient is the plain policy gradient."""
     logprob = torch.randn(8, requires_grad=True)
@@ -135,6 +141,7 @@ def test_loss_at_the_old_policy():
     torch.testing.assert_close(gradient, -advantage)
 
 
+@pytest.mark.smoke
 def test_loss_clips():
     advantage = torch.tensor([1.0, 1.0, -1.0, -1.0])
     new = torch.tensor([0.5, -0.5, 0.5, -0.5], requires_grad=True)
@@ -173,6 +180,7 @@ class CountingEnv(envs.VecEnv):
         return obs, torch.ones(self.num_envs), done, done & False, {"final_obs": obs, "episode": episode, "metrics": {}}
 
 
+@pytest.mark.smoke
 def test_evaluation_counts_one_episode_of_each_env():
     env = CountingEnv(10)
     scores = evaluate(Agent(env, Args()), env, Accelerator(cpu=True), None)
@@ -291,6 +299,7 @@ def test_nan_from_the_env_stops_the_run(tmp_path, capsys, made, what):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.smoke
 def test_nan_gradients_never_reach_the_weights(tmp_path, monkeypatch):
     """Some updates with a NaN loss: they are skipped and counted. All of them: the run stops, the weights unharmed."""
     real, calls, weights = ppo_ddp.ppo_loss, [], []
@@ -448,6 +457,7 @@ def test_a_loss_scale_that_is_too_high_is_lowered_and_no_reason_to_stop(tmp_path
     assert loss_scale[1].get_scale() <= 1.0
 
 
+@pytest.mark.smoke
 def test_checksum_sees_every_bit_and_takes_little_memory():
     """In slices: no tensor larger than one is made, and the result does not depend on them. Odd bytes will do."""
     g = torch.Generator().manual_seed(0)

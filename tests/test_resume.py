@@ -98,7 +98,7 @@ def cut_back(run_dir: Path, name: str, step: int) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("nproc", [1, 3])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.smoke), 3])
 def test_resume_is_exact(tmp_path, nproc):
     """2K iterations at once, and K more from a checkpoint: the same bits in weights, optimizer, statistics, metrics.
 

@@ -8,6 +8,7 @@ from conftest import ROOT
 
 SCRIPTS = [name for name in ("ppo_ddp", "grpo_ddp", "ppo_vla_async") if (ROOT / f"{name}.py").exists()]
 OWN = {"Args", "Agent", "main"}
+pytestmark = pytest.mark.smoke
 
 
 def parsed(name: str):

@@ -200,6 +200,7 @@ def test_dropout_is_off(tmp_path, folders):
     assert torch.equal(agent(seen, tokens)[1], agent(seen, tokens)[1])
 
 
+@pytest.mark.smoke
 def test_actions_and_tokens_are_inverse(folders):
     agent = Agent(envs.make("Tabletop", 1), folders("idefics3"), Args(action_chunk=3))
     tokens = torch.randint(256, (50, 6))
@@ -622,6 +623,7 @@ class Toy(nn.Module):
         return tokens[..., None].float()
 
 
+@pytest.mark.smoke
 def test_a_chunk_by_hand():
     """Chunks of two: rewards of the steps carried out, their number, ends inside a chunk, final observations."""
     env = Line()
@@ -815,6 +817,7 @@ def test_every_tensor_of_a_rollout_is_kept_for_the_learners_stream(monkeypatch):
     assert len(expected) > 12 and recorded == expected
 
 
+@pytest.mark.smoke
 def test_without_staleness_threads_change_nothing(tmp_path, monkeypatch):
     """max_staleness 0 equals a plain synchronous loop, bit for bit."""
     vla.main(small(tmp_path, run_name="threads", max_staleness=0, total_timesteps=96))
