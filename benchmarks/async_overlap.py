@@ -39,11 +39,11 @@ def measure(staleness: int, latency: float, epochs: int, folder: str) -> dict[st
             env.step = waiting
         return env
 
-    class Log(vla.Accelerator):
-        def log(self, values, **options):
+    class Log(vla.Run):
+        def log(self, values, progress):
             logs.append(values)
 
-    real, envs.make, vla.Accelerator = vla.Accelerator, slow, Log
+    real, envs.make, vla.Run = vla.Run, slow, Log
     try:
         vla.main(vla.Args(
             output_dir=folder, run_name=f"{time.time()}", num_envs=ENVS, num_chunks=CHUNKS, num_minibatches=4,
@@ -51,7 +51,7 @@ def measure(staleness: int, latency: float, epochs: int, folder: str) -> dict[st
             max_staleness=staleness, save_interval=0, check_interval=0,
         ))  # fmt: skip
     finally:
-        envs.make, vla.Accelerator = make, real
+        envs.make, vla.Run = make, real
     logs = logs[2 : ITERATIONS - 1]
     keys = {"collect": "time/collect", "train": "time/train", "wait": "time/learner_wait"}
     parts = {name: [log[key] for log in logs] for name, key in keys.items()}

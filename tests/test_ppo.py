@@ -415,6 +415,16 @@ def test_layers_such_as_dropout_are_at_rest_but_in_the_update(tmp_path, monkeypa
     assert {False} == {training for grad, training in seen if not grad}
 
 
+@pytest.mark.parametrize("script", [ppo_ddp, grpo_ddp], ids=lambda s: s.__name__)
+def test_the_first_ratio_of_an_update_is_one(tmp_path, script):
+    """In every iteration: the observations are normalised in the update as they were in the rollout."""
+    sizes = {"output_dir": str(tmp_path), "run_name": "a", "num_envs": 8, "eval_episodes": 4}
+    script.main(script.Args(total_timesteps=3200, num_minibatches=1, update_epochs=1, **sizes))
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert summary["charts/iteration"] > 2
+    assert abs(summary["losses/old_approx_kl"]) < 1e-6 and summary["losses/clipfrac"] == 0
+
+
 @pytest.fixture
 def loss_scale(monkeypatch):
     """Accelerate's loss scaling of fp16, on the CPU: what the scripts see of it is accelerator.scaler."""
