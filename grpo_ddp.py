@@ -56,19 +56,19 @@ MAX_SKIPPED = 8  # updates in a row with NaN gradients before the run gives up
 @dataclass
 class Args:
     # Experiment
-    seed: int = 1  # of initial weights, actions, minibatches and initial states
-    run_name: str = ""  # folder in --output-dir (default: env, script, seed, time)
-    output_dir: str = "runs"  # where runs are written; all nodes must see it
+    seed: int = 1  # seed of weights, actions, minibatches and initial states
+    run_name: str = ""  # folder of the run in --output-dir (default: env, script, seed and time)
+    output_dir: str = "runs"  # where runs are written; with several nodes one that all of them see
     track: bool = False  # also log to Weights & Biases (offline with WANDB_MODE=offline)
     wandb_project: str = "tandem"  # Weights & Biases project
-    eval_interval: int = 0  # in env steps over all processes (0: only at the end)
-    eval_episodes: int = 0  # over all processes (0: 512 embedded, 16 simulators)
-    save_interval: int = 100_000  # in env steps over all processes (0: only at the end)
-    keep_checkpoints: int = 3  # the newest ones, in addition to the best one
+    eval_interval: int = 0  # env steps over all processes between evaluations (0: only at the end)
+    eval_episodes: int = 0  # episodes per evaluation over all processes (0: 512, simulators 16)
+    save_interval: int = 100_000  # env steps over all processes between checkpoints (0: only at the end)
+    keep_checkpoints: int = 3  # newest checkpoints to keep, in addition to the best one
     capture_video: bool = False  # a GIF of four episodes of every evaluation
-    resume: str = ""  # run or checkpoint folder, or "auto": that of --run-name, if any
+    resume: str = ""  # run or checkpoint folder to resume, or "auto": the newest of --run-name, if any
     evaluate: bool = False  # only score the policy at --checkpoint
-    checkpoint: str = ""  # run folder (its best one) or checkpoint folder
+    checkpoint: str = ""  # run folder (its best checkpoint) or checkpoint folder, for --evaluate
     init_from: str = ""  # run or checkpoint folder of ppo_ddp.py or grpo_ddp.py to start from
 
     # Environment
@@ -80,7 +80,7 @@ class Args:
     # Algorithm
     total_timesteps: int = 1_000_000  # env steps over all processes
     learning_rate: float = 1e-3  # initial learning rate of Adam
-    lr_schedule: Literal["constant", "linear", "adaptive"] = "linear"  # adaptive: by --desired-kl
+    lr_schedule: Literal["constant", "linear", "adaptive"] = "linear"  # linear: to zero; adaptive: by --desired-kl
     desired_kl: float = 0.01  # KL per epoch that the adaptive learning rate aims at
     gamma: float = 0.99  # discount
     advantage: Literal["step", "trajectory"] = "step"  # compare returns from each step on, or whole
@@ -101,11 +101,11 @@ class Args:
     # Performance
     cpu: bool = False  # use the CPU although there is a GPU
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"  # process-group backend
-    check_interval: int = 10  # iterations between checks for equal weights (0: off)
-    timeout: float = 600.0  # seconds that a process waits for the others
-    mixed_precision: Literal["no", "bf16", "fp16"] = "no"  # fp16 needs a GPU
+    check_interval: int = 10  # iterations between checks that ranks have equal weights (0: off)
+    timeout: float = 600.0  # seconds that a process waits for the others before it gives up
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"  # autocast; fp16 needs a GPU
     compile: bool = False  # torch.compile networks and loss (a minute to warm up)
-    torch_threads: int = 1  # of each process; small networks are slower with more
+    torch_threads: int = 1  # CPU threads of each process; small networks are slower with more
 
 
 POSITIVE = """

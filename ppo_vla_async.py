@@ -67,19 +67,19 @@ HALF = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # what autoc
 @dataclass
 class Args:
     # Experiment
-    seed: int = 1  # of initial weights, actions, minibatches and initial states
-    run_name: str = ""  # folder in --output-dir (default: env, script, seed, time)
-    output_dir: str = "runs"  # where runs are written; all nodes must see it
+    seed: int = 1  # seed of weights, actions, minibatches and initial states
+    run_name: str = ""  # folder of the run in --output-dir (default: env, script, seed and time)
+    output_dir: str = "runs"  # where runs are written; with several nodes one that all of them see
     track: bool = False  # also log to Weights & Biases (offline with WANDB_MODE=offline)
     wandb_project: str = "tandem"  # Weights & Biases project
-    eval_interval: int = 0  # in env steps over all processes (0: only at the end)
-    eval_episodes: int = 0  # over all processes (0: 512 embedded, 16 simulators)
-    save_interval: int = 50_000  # in env steps over all processes (0: only at the end)
-    keep_checkpoints: int = 3  # the newest ones, in addition to the best one
+    eval_interval: int = 0  # env steps over all processes between evaluations (0: only at the end)
+    eval_episodes: int = 0  # episodes per evaluation over all processes (0: 512, simulators 16)
+    save_interval: int = 50_000  # env steps over all processes between checkpoints (0: only at the end)
+    keep_checkpoints: int = 3  # newest checkpoints to keep, in addition to the best one
     capture_video: bool = False  # a GIF of four episodes of every evaluation
-    resume: str = ""  # run or checkpoint folder, or "auto": that of --run-name, if any
+    resume: str = ""  # run or checkpoint folder to resume, or "auto": the newest of --run-name, if any
     evaluate: bool = False  # only score the policy at --checkpoint
-    checkpoint: str = ""  # run folder (its best one) or checkpoint folder
+    checkpoint: str = ""  # run folder (its best checkpoint) or checkpoint folder, for --evaluate
 
     # Environment
     env_id: str = "Tabletop"  # embedded env (PushCube, CartPole, Tabletop) or gym/<id>
@@ -124,10 +124,10 @@ class Args:
     # Performance
     cpu: bool = False  # use the CPU although there is a GPU
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"  # process-group backend
-    check_interval: int = 10  # iterations between checks for equal weights (0: off)
-    timeout: float = 600.0  # seconds that a process waits for the others
-    mixed_precision: Literal["no", "bf16", "fp16"] = "no"  # fp16 needs a GPU
-    torch_threads: int = 1  # of each process; small networks are slower with more
+    check_interval: int = 10  # iterations between checks that ranks have equal weights (0: off)
+    timeout: float = 600.0  # seconds that a process waits for the others before it gives up
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"  # autocast; fp16 needs a GPU
+    torch_threads: int = 1  # CPU threads of each process; small networks are slower with more
 
 
 POSITIVE = """
