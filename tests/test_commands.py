@@ -225,6 +225,14 @@ def test_summary_and_video(tmp_path):
     assert summary["global_step"] == 4096 and summary["world_size"] == 1 and summary["versions"]["torch"]
 
 
+def test_a_fork_names_its_runs_after_its_own_file(tmp_path):
+    """One copied file and envs/ is all that it takes."""
+    (tmp_path / "my_idea.py").write_text((ROOT / "ppo_ddp.py").read_text())
+    run(*script(tmp_path / "my_idea.py"), *QUICK, "--output-dir", tmp_path / "runs")
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("PushCube__my_idea__1__") and (folder / "summary.json").exists()
+
+
 def test_bf16_and_compile_run(tmp_path):
     options = [*QUICK, "--mixed-precision", "bf16", "--compile", "--output-dir", tmp_path]
     assert "eval/success_rate" in run(*script("ppo_ddp.py"), *options, timeout=170)
