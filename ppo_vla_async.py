@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -46,10 +47,11 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.utils import broadcast_object_list, gather_object
 from gymnasium.spaces import Box
 from peft import LoraConfig, get_peft_model
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
+from torch.utils._pytree import tree_leaves
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
@@ -169,21 +171,14 @@ def check_args(args: Args) -> None:
         fail(f"--run-name must be a plain name, not {args.run_name!r}: see --output-dir")
 
 
-def check_model(args: Args) -> None:
+def check_env(args: Args, env: envs.VecEnv) -> None:
+    """Stop where a policy that predicts actions as tokens from pictures cannot work."""
     if args.lora_rank is not None and args.lora_rank < 1:
         fail(f"--lora-rank must be 1 or more, not {args.lora_rank}: leave it out to train all weights")
-    batch = args.num_envs * args.num_chunks
-    if batch % args.num_minibatches or (batch // args.num_minibatches) % args.gradient_accumulation:
-        parts = (
-            f"--num-minibatches {args.num_minibatches} of --gradient-accumulation {args.gradient_accumulation} parts"
-        )
-        fail(
-            f"--num-envs {args.num_envs} x --num-chunks {args.num_chunks} = {batch} samples do not divide into {parts}"
-        )
-
-
-def check_env(args: Args, env: envs.VecEnv) -> None:
-    """Stop if a policy that predicts actions as tokens from pictures has nothing to do in this env."""
+    samples = args.num_envs * args.num_chunks
+    if samples % (args.num_minibatches * args.gradient_accumulation):
+        parts = f"--num-minibatches {args.num_minibatches} of --gradient-accumulation {args.gradient_accumulation}"
+        fail(f"--num-envs x --num-chunks = {samples} samples do not divide into {parts} parts")
     if not {"rgb", "instruction"} <= set(env.single_observation_space.keys()):
         fail(f"{args.env_id} has no pictures and instructions: give an env that does, such as Tabletop")
     space = env.single_action_space
@@ -285,10 +280,7 @@ def layer_init(layer: nn.Linear, std: float = math.sqrt(2)) -> nn.Linear:
 
 
 def make_tiny(folder: Path, seed: int) -> None:
-    """Write a small, randomly initialised vision-language model in `from_pretrained` format.
-
-    Its config, tokenizer and processor are files of this repository; the weights are drawn from the seed.
-    """
+    """Write a small vision-language model with random weights in `from_pretrained` format, all of it at once."""
     source = Path(__file__).parent / "models" / "tiny"
     config = AutoConfig.from_pretrained(source)
     torch.manual_seed(seed)
@@ -303,34 +295,32 @@ def make_tiny(folder: Path, seed: int) -> None:
         model.model.vision_model.embeddings.position_embedding.weight.mul_(5.0)
         model.get_input_embeddings().weight[numbers] = 0.05 * waves
         model.get_output_embeddings().weight[numbers] = 0.1 * waves
-    shutil.copytree(source, folder)
-    model.save_pretrained(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as hidden:
+        part = Path(hidden) / "model"
+        shutil.copytree(source, part)
+        model.save_pretrained(part)
+        part.rename(folder)
 
 
 class PlainProcessor:
-    """Tokenizer and image processor side by side, for processors that cannot be loaded as a whole.
-
-    That of Qwen2.5-VL needs torchvision for its videos. An image token becomes as many as the picture has patches
-    after merging.
-    """
+    """Tokenizer and image processor of Qwen, whose own processor needs torchvision for its videos."""
 
     def __init__(self, path: str):
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.image_processor = AutoImageProcessor.from_pretrained(path)
         self.chat_template = self.tokenizer.chat_template
         self.image_token_id = AutoConfig.from_pretrained(path).image_token_id
-        self.image_token = self.tokenizer.convert_ids_to_tokens(self.image_token_id)
 
     def apply_chat_template(self, messages: list[dict], **options) -> str:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
     def __call__(self, text: list[str], images: list, **options) -> dict:
+        """For pictures of one size. An image token becomes as many as a picture has patches after merging."""
         pictures = self.image_processor(images, return_tensors="pt")
-        counts = pictures["image_grid_thw"].prod(-1) // self.image_processor.merge_size**2
-        expanded = []
-        for one, count in zip(text, counts.tolist()):
-            expanded.append(one.replace(self.image_token, self.image_token * count))
-        tokens = self.tokenizer(expanded, **options)
+        count = int(pictures["image_grid_thw"][0].prod()) // self.image_processor.merge_size**2
+        image_token = self.tokenizer.convert_ids_to_tokens(self.image_token_id)
+        tokens = self.tokenizer([x.replace(image_token, image_token * count) for x in text], **options)
         tokens["mm_token_type_ids"] = (tokens["input_ids"] == self.image_token_id).long()
         return {**tokens, **pictures}
 
@@ -349,68 +339,46 @@ def resize_weights(old: int, new: int, resample: int) -> torch.Tensor:
 class Pictures(nn.Module):
     """The image processor in torch: resize, rescale and normalise a batch where it is, without a host sync.
 
-    `processed` is what the image processor made of one picture of this height and width. It tells the size to reach,
-    and all that does not depend on the picture's content (masks, the grid of patches) is taken from it.
+    `processed` is what the image processor made of one picture of this height and width.
     """
 
     def __init__(self, image_processor, height: int, width: int, processed: dict[str, torch.Tensor]):
         super().__init__()
-        shape = processed["pixel_values"].shape
-        self.shape = shape[1:]
-        self.patch_size = None  # of models that take a row of patches, as many as the picture needs
-        new_height, new_width = shape[-2:]
-        if "image_grid_thw" in processed:
-            self.shape = shape
+        self.shape = processed["pixel_values"].shape
+        new_height, new_width = self.shape[-2:]
+        self.patch_size = None
+        if "image_grid_thw" in processed:  # of Qwen, which takes rows of patches
             self.patch_size = image_processor.patch_size
             self.merge_size = image_processor.merge_size
             self.frames = image_processor.temporal_patch_size
-            grid = processed["image_grid_thw"][0].tolist()
-            new_height = grid[1] * self.patch_size
-            new_width = grid[2] * self.patch_size
+            new_height, new_width = (processed["image_grid_thw"][0, 1:] * self.patch_size).tolist()
         self.resized = (new_height, new_width) != (height, width)
         self.scale = image_processor.rescale_factor if image_processor.do_rescale else 1.0
         mean = image_processor.image_mean if image_processor.do_normalize else [0.0]
         std = image_processor.image_std if image_processor.do_normalize else [1.0]
-        constants = {
-            "rows": resize_weights(height, new_height, image_processor.resample),
-            "columns": resize_weights(width, new_width, image_processor.resample).T,
-            "mean": torch.tensor(mean).view(-1, 1, 1),
-            "std": torch.tensor(std).view(-1, 1, 1),
-        }
-        for name, x in constants.items():
-            self.register_buffer(name, x, persistent=False)
-        self.same = [name for name in processed if name != "pixel_values"]
-        for name in self.same:
-            self.register_buffer(f"same_{name}", processed[name], persistent=False)
+        rows = resize_weights(height, new_height, image_processor.resample)
+        columns = resize_weights(width, new_width, image_processor.resample).T
+        self.register_buffer("rows", rows, persistent=False)
+        self.register_buffer("columns", columns, persistent=False)
+        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(-1, 1, 1), persistent=False)
 
-    def forward(self, rgb: torch.Tensor) -> dict[str, torch.Tensor]:
-        """uint8 [N, H, W, 3] -> what the image processor gives, each with N rows."""
-        count = len(rgb)
+    def forward(self, rgb: torch.Tensor) -> torch.Tensor:
+        """uint8 [N, H, W, 3] -> the `pixel_values` of each picture."""
         # CRUCIAL: float64, which autocast leaves alone; in bf16 the pictures would be rounded without notice.
         x = rgb.permute(0, 3, 1, 2).double()
         if self.resized:
             # As PIL does it: one side after the other, each rounded to whole grey levels.
             x = (x @ self.columns + 0.5).floor().clamp(0, 255)
             x = (self.rows @ x + 0.5).floor().clamp(0, 255)
-        x = (x * self.scale).float()
-        x = (x - self.mean) / self.std
+        x = ((x * self.scale).float() - self.mean) / self.std
         if self.patch_size:
-            x = self._patches(x)
-        made = {"pixel_values": x.reshape(count, *self.shape)}
-        for name in self.same:
-            constant = getattr(self, f"same_{name}")
-            made[name] = constant.expand(count, *constant.shape[1:])
-        return made
-
-    def _patches(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, 3, H, W] -> Qwen's rows of patches, those that are merged later side by side."""
-        size = self.patch_size
-        x = x.unflatten(3, (-1, self.merge_size, size))
-        x = x.unflatten(2, (-1, self.merge_size, size))
-        # To N, row, column, row and column inside the merged block, 3, size, size.
-        x = x.permute(0, 2, 5, 3, 6, 1, 4, 7)
-        x = x.unsqueeze(6)
-        return x.expand(-1, -1, -1, -1, -1, -1, self.frames, -1, -1)
+            # To N, row, column, row and column inside a block that is merged later, 3, frames, size, size.
+            x = x.unflatten(3, (-1, self.merge_size, self.patch_size))
+            x = x.unflatten(2, (-1, self.merge_size, self.patch_size))
+            x = x.permute(0, 2, 5, 3, 6, 1, 4, 7).unsqueeze(6)
+            x = x.expand(-1, -1, -1, -1, -1, -1, self.frames, -1, -1)
+        return x.reshape(len(rgb), *self.shape)
 
 
 class Agent(nn.Module):
@@ -437,9 +405,9 @@ class Agent(nn.Module):
             # case; `do_resize` would enlarge it to the size of all tiles together first.
             self.processor.image_processor.do_image_splitting = False
             self.processor.image_processor.do_resize = False
-        prompts = self._read_prompts(env, model)
+        self._read_prompts(env, model)
         self._read_pictures(env)
-        self._choose_bins(env, path, args, prompts["input_ids"], model)
+        self._choose_bins(env, path, args, model)
 
         for module in model.modules():
             for name in ("p", "dropout", "attention_dropout"):
@@ -448,8 +416,7 @@ class Agent(nn.Module):
                     setattr(module, name, 0.0)
         self.model = self._choose_trained(model, args)
         if args.gradient_checkpointing:
-            settings = {"use_reentrant": False}
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         width = model.get_input_embeddings().weight.shape[1]
         first = layer_init(nn.Linear(width, 256))
         last = layer_init(nn.Linear(256, 1), std=0.1)
@@ -458,60 +425,63 @@ class Agent(nn.Module):
         if value_file.exists():
             self.value_head.load_state_dict(load_file(value_file))
 
-    def _read_prompts(self, env: envs.VecEnv, model: nn.Module) -> dict:
-        """Tokenize the prompt of each instruction once, around a picture of the size that the env gives."""
+    def _read_prompts(self, env: envs.VecEnv, model: nn.Module) -> None:
+        """Tokenize each instruction once, as a user's message with a picture. Places for action tokens follow it."""
+        texts = []
+        for instruction in env.instructions:
+            text = getattr(self.processor, "image_token", "") + instruction
+            if self.processor.chat_template:
+                content = [{"type": "image"}, {"type": "text", "text": instruction}]
+                message = {"role": "user", "content": content}
+                text = self.processor.apply_chat_template([message], add_generation_prompt=True)
+            texts.append(text)
         height, width, _ = env.single_observation_space["rgb"].shape
-        blank = Image.new("RGB", (width, height))
-        texts = [self._prompt(instruction) for instruction in env.instructions]
-        images = [[blank] for _ in texts]
+        images = [[Image.new("RGB", (width, height))]] * len(texts)
         prompts = self.processor(text=texts, images=images, return_tensors="pt", padding=True, padding_side="left")
-        self.prompts = []
+        self.prompt_length = prompts["input_ids"].shape[1]
+        count = self.chunk * self.size
+        inputs = {}
         for name, x in prompts.items():
             if x.shape == prompts["input_ids"].shape and name != "labels":
-                self.prompts.append(name)
-                self.register_buffer(f"prompt_{name}", x, persistent=False)
-
-        # Qwen places its tokens in three dimensions, by a loop over samples. All pictures are of one size, so the
-        # places depend on the instruction alone.
-        rotary = [module for module in model.modules() if hasattr(module, "get_rope_index")]
-        self.places = bool(rotary)
-        if self.places:
+                # Action tokens are attended to, and are the model's own words (PaliGemma's second type of token).
+                value = 1 if name in ("attention_mask", "token_type_ids") else 0
+                inputs[name] = nn.functional.pad(x, (0, count), value=value)
+        if hasattr(model.base_model, "get_rope_index"):
+            # Qwen places tokens in three dimensions, by a loop over samples. All pictures are of one size, so the
+            # places depend on the instruction alone.
             names = ("input_ids", "attention_mask", "mm_token_type_ids", "image_grid_thw")
-            inputs = {name: prompts[name] for name in names if name in prompts}
-            places, offsets = rotary[0].get_rope_index(**inputs)
-            after = prompts["attention_mask"].sum(1, keepdim=True) + offsets
-            self.register_buffer("prompt_places", places.transpose(0, 1), persistent=False)  # [instructions, 3, L]
-            self.register_buffer("place_after", after, persistent=False)  # [instructions, 1]
-        return prompts
-
-    def _prompt(self, instruction: str) -> str:
-        """The instruction as the model expects a user's message with a picture, if it has a chat template."""
-        if self.processor.chat_template:
-            content = [{"type": "image"}, {"type": "text", "text": instruction}]
-            message = {"role": "user", "content": content}
-            return self.processor.apply_chat_template([message], add_generation_prompt=True)
-        return getattr(self.processor, "image_token", "") + instruction
+            known = {name: prompts[name] for name in names if name in prompts}
+            places, offsets = model.base_model.get_rope_index(**known)
+            after = prompts["attention_mask"].sum(1, keepdim=True) + offsets + torch.arange(count)
+            after = after[:, None].expand(-1, 3, -1)
+            inputs["position_ids"] = torch.cat([places.transpose(0, 1), after], 2)  # [instructions, 3, length]
+        self.text_names = list(inputs)
+        for name, x in inputs.items():
+            self.register_buffer(f"text_{name}", x, persistent=False)
 
     def _read_pictures(self, env: envs.VecEnv) -> None:
         """Do what the image processor does in torch, if that gives the same: no grey level may be off by over one."""
         height, width, _ = env.single_observation_space["rgb"].shape
         generator = torch.Generator().manual_seed(0)
         noise = torch.randint(256, (1, height, width, 3), dtype=torch.uint8, generator=generator)
-        image_processor = self.processor.image_processor
-        processed = image_processor([[Image.fromarray(noise[0].numpy())]], return_tensors="pt")
-        self.patches = [name for name, x in processed.items() if len(x) != 1]  # those of all pictures in one row
+        processed = self._process(noise[0].numpy())
+        # What does not depend on the picture's content: masks, the grid of patches.
+        self.image_names = [name for name in processed if name != "pixel_values"]
+        for name in self.image_names:
+            self.register_buffer(f"image_{name}", processed[name], persistent=False)
         self.pictures = None
         try:
-            pictures = Pictures(image_processor, height, width, processed)
-            theirs = processed["pixel_values"]
-            mine = pictures(noise)["pixel_values"].view_as(theirs)
-            grey_level = pictures.scale / pictures.std.min()
-            if (mine - theirs).abs().max() < 1.01 * grey_level:
+            pictures = Pictures(self.processor.image_processor, height, width, processed)
+            error = (pictures(noise)[0] - processed["pixel_values"]).abs().max()
+            if error < 1.01 * pictures.scale / pictures.std.min():
                 self.pictures = pictures
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
             pass  # an image processor of another kind: it is then called itself
 
-    def _choose_bins(self, env: envs.VecEnv, path: str, args: Args, used: torch.Tensor, model: nn.Module) -> None:
+    def _process(self, rgb: np.ndarray) -> dict[str, torch.Tensor]:
+        return self.processor.image_processor([[Image.fromarray(rgb)]], return_tensors="pt")
+
+    def _choose_bins(self, env: envs.VecEnv, path: str, args: Args, model: nn.Module) -> None:
         """The last tokens that nothing else uses stand for the bins, or those that the folder names."""
         known = {}
         file = Path(path) / "actions.json"
@@ -522,12 +492,13 @@ class Agent(nn.Module):
             have = f"it predicts {chunk} actions per forward, not {args.action_chunk}"
             raise ValueError(f"{have}: set --action-chunk {chunk}")
         tokenizer = self.processor.tokenizer
-        taken = {*tokenizer.all_special_ids, *used.unique().tolist()}
+        used = self.text_input_ids[:, : self.prompt_length].unique().tolist()
+        taken = {*tokenizer.all_special_ids, *used}
         rows = model.get_input_embeddings().weight.shape[0]
         free = [i for i in sorted(tokenizer.get_vocab().values()) if i not in taken and i < rows]
-        bins = known.get("token_ids") or free[-args.action_bins :]
+        bins = known.get("token_ids", free[-args.action_bins :])
         if len(bins) != args.action_bins:
-            have = f"{len(bins)} action tokens" if known else f"{len(bins)} tokens that no prompt uses"
+            have = f"{len(bins)} action tokens that no prompt uses"
             raise ValueError(f"{path} has {have}, not --action-bins {args.action_bins}")
         space = env.single_action_space
         self.register_buffer("bins", torch.as_tensor(bins))
@@ -536,19 +507,17 @@ class Agent(nn.Module):
 
     def _choose_trained(self, model: nn.Module, args: Args) -> nn.Module:
         """Freeze what is not trained, and add adapters if asked for."""
-        vision = [name for name, _ in model.named_parameters() if re.search("vision|visual", name)]
+        vision = [p for name, p in model.named_parameters() if re.search("vision|visual", name)]
         if args.freeze_vision and not vision:
             raise ValueError("no part of it is called vision or visual: leave out --freeze-vision")
         if args.lora_rank:
-            skip = None
+            settings = {"r": args.lora_rank, "lora_alpha": 2 * args.lora_rank, "target_modules": "all-linear"}
             if args.freeze_vision:
-                skip = "|".join(re.escape(name.removesuffix(".weight")) for name in vision)
-            settings = {"r": args.lora_rank, "lora_alpha": 2 * args.lora_rank, "lora_dropout": 0.0}
-            settings |= {"target_modules": "all-linear", "exclude_modules": skip}
+                settings["exclude_modules"] = ".*(vision|visual).*"
             return get_peft_model(model, LoraConfig(**settings))
         if args.freeze_vision:
-            for name, p in model.named_parameters():
-                p.requires_grad_(name not in vision)
+            for p in vision:
+                p.requires_grad_(False)
         return model
 
     @property
@@ -558,11 +527,10 @@ class Agent(nn.Module):
 
     def cast_weights(self) -> list[nn.Parameter]:
         """The trained weights that autocast would cast at each use. The two heads are computed in fp32."""
-        layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
         head = self.whole.get_output_embeddings()
         found = []
         for module in self.model.modules():
-            if isinstance(module, layers) and module is not head:
+            if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)) and module is not head:
                 found += [p for p in module.parameters(recurse=False) if p.requires_grad]
         return found
 
@@ -570,15 +538,11 @@ class Agent(nn.Module):
         """What `forward` needs of an observation: made once, kept with the rollout."""
         rgb = obs["rgb"]
         if self.pictures is not None:
-            made = self.pictures(rgb)
+            pixels = self.pictures(rgb)
         else:
-            images = [[Image.fromarray(x)] for x in rgb.cpu().numpy()]
-            made = dict(self.processor.image_processor(images, return_tensors="pt"))
-            for name in self.patches:
-                made[name] = made[name].unflatten(0, (len(images), -1))
-            made = {name: x.to(rgb.device) for name, x in made.items()}
-        made["instruction"] = obs["instruction"]
-        return TensorDict(made, [len(rgb)])
+            made = [self._process(x)["pixel_values"] for x in rgb.cpu().numpy()]
+            pixels = torch.stack(made).to(rgb.device)
+        return TensorDict({"pixel_values": pixels, "instruction": obs["instruction"]}, [len(rgb)])
 
     def forward(self, obs: TensorDict, tokens: torch.Tensor | None = None, deterministic=False, generator=None):
         """-> tokens, log-probability, entropy, value, each of a whole chunk. The single entry point.
@@ -586,10 +550,7 @@ class Agent(nn.Module):
         Tokens are numbers of bins, [N, chunk * action size]. Given tokens are scored in one pass. Else they are drawn
         one by one from the caller's own `generator`, with the keys and values of the tokens before them cached.
         """
-        if tokens is None:
-            tokens, logits, hidden = self._draw(obs, deterministic, generator)
-        else:
-            logits, hidden = self._score(obs, tokens)
+        tokens, logits, hidden = self._predict(obs, tokens, deterministic, generator)
         logits = logits.log_softmax(-1)
         logprob = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).sum(-1)
         entropy = -(logits.exp() * logits).sum((-2, -1))
@@ -597,19 +558,18 @@ class Agent(nn.Module):
             value = self.value_head(hidden.float()).squeeze(-1)
         return tokens, logprob, entropy, value
 
-    def _score(self, obs: TensorDict, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> logits [N, count, bins] of all tokens in one pass, and the state at the end of the prompt."""
-        count = tokens.shape[1]
-        text = self._text(obs["instruction"], tokens[:, :-1])
-        out = self.whole.base_model(**text, **self._images(obs), use_cache=False)
-        hidden = out.last_hidden_state[:, -count:]
-        return self._bin_logits(hidden), hidden[:, 0]
-
-    def _draw(self, obs: TensorDict, deterministic: bool, generator: torch.Generator | None):
+    def _predict(self, obs: TensorDict, tokens=None, deterministic=False, generator=None):
         """-> tokens [N, count], their logits [N, count, bins], and the state at the end of the prompt."""
         instruction = obs["instruction"]
+        images = self._images(obs)
+        if tokens is not None:
+            text = self._text(instruction, tokens[:, :-1])
+            out = self.whole.base_model(**text, **images, use_cache=False)
+            hidden = out.last_hidden_state[:, -tokens.shape[1] :]
+            return tokens, self._bin_logits(hidden), hidden[:, 0]
+
         tokens = instruction.new_empty(len(instruction), 0)
-        feed = self._text(instruction, tokens) | self._images(obs)
+        feed = self._text(instruction, tokens) | images
         cache = None
         states = []
         logits = []
@@ -617,8 +577,8 @@ class Agent(nn.Module):
             out = self.whole.base_model(**feed, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             states.append(out.last_hidden_state[:, -1])
-            logits.append(self._bin_logits(states[-1]))
-            scores = logits[-1]
+            scores = self._bin_logits(states[-1])
+            logits.append(scores)
             if not deterministic:
                 # CRUCIAL: the global generator is shared by all threads: draws from it could not be repeated.
                 gumbel = -torch.empty_like(scores).exponential_(generator=generator).log()
@@ -632,25 +592,20 @@ class Agent(nn.Module):
 
     def _text(self, instruction: torch.Tensor, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """The prompts of the instructions, and after them the action tokens [N, any number]."""
-        ones = torch.ones_like(tokens)
-        # Action tokens are attended to, and are the model's own words (in PaliGemma's terms: the suffix).
-        after = {"input_ids": self.bins[tokens], "attention_mask": ones, "token_type_ids": ones}
-        text = {}
-        for name in self.prompts:
-            prompt = getattr(self, f"prompt_{name}")[instruction]
-            text[name] = torch.cat([prompt, after.get(name, torch.zeros_like(tokens))], 1)
-        if self.places:
-            count = torch.arange(tokens.shape[1], device=tokens.device)
-            place = self.place_after[instruction] + count
-            after_prompt = place[:, None].expand(-1, 3, -1)
-            places = torch.cat([self.prompt_places[instruction], after_prompt], 2)
-            text["position_ids"] = places.transpose(0, 1)
+        length = self.prompt_length + tokens.shape[1]
+        text = {name: getattr(self, f"text_{name}")[instruction][..., :length] for name in self.text_names}
+        text["input_ids"][:, self.prompt_length :] = self.bins[tokens]
+        if "position_ids" in text:
+            text["position_ids"] = text["position_ids"].transpose(0, 1)
         return text
 
     def _images(self, obs: TensorDict) -> dict[str, torch.Tensor]:
-        images = {name: x for name, x in obs.items() if name != "instruction"}
-        for name in self.patches:
-            images[name] = images[name].flatten(0, 1)
+        """The pictures as the model takes them: the rows of all of them in one dimension."""
+        pixels = obs["pixel_values"]
+        images = {"pixel_values": pixels.flatten(0, 1)}
+        for name in self.image_names:
+            x = getattr(self, f"image_{name}")
+            images[name] = x.expand(len(pixels), *x.shape).flatten(0, 1)
         return images
 
     def _bin_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -659,8 +614,7 @@ class Agent(nn.Module):
         cap = getattr(self.whole.config.get_text_config(), "final_logit_softcapping", None)
         # CRUCIAL: in fp32. Rounded to bf16, the log-probabilities of drawn and scored tokens differ by whole units.
         with torch.autocast(hidden.device.type, enabled=False):
-            weight = head.weight.index_select(0, self.bins).float()
-            logits = hidden.float() @ weight.T
+            logits = hidden.float() @ head.weight.index_select(0, self.bins).float().T
             if head.bias is not None:
                 logits = logits + head.bias.index_select(0, self.bins).float()
             if cap is not None:
@@ -674,12 +628,11 @@ class Agent(nn.Module):
         if not isinstance(head, nn.Linear) or self.whole.base_model is self.whole:
             raise ValueError("its output layer is not a plain linear layer on top of a backbone")
         seen = self.see(obs)
-        device = seen["instruction"].device
-        rounded = self.whole.dtype != torch.float32
-        with torch.autocast(device.type, dtype=half, enabled=half is not None):
-            tokens, drawn, _ = self._draw(seen, deterministic=True, generator=None)
-            scored, _ = self._score(seen, tokens)
+        with torch.autocast(obs["rgb"].device.type, dtype=half, enabled=half is not None):
+            tokens, drawn, _ = self._predict(seen, deterministic=True)
+            _, scored, _ = self._predict(seen, tokens)
         # Errors are measured in standard deviations of the logits: the scale of the head does not matter.
+        rounded = self.whole.dtype != torch.float32
         tolerance = 0.25 if half is not None or rounded else 0.01
         difference = drawn.log_softmax(-1) - scored.log_softmax(-1)
         if (difference.abs().amax(-1) > tolerance * scored.std(-1)).any():
@@ -688,7 +641,7 @@ class Agent(nn.Module):
         text = self._text(seen["instruction"], tokens[:, :-1])
         out = self.whole(**text, **self._images(seen), logits_to_keep=tokens.shape[1], use_cache=False)
         own = out.logits[..., self.bins].float()
-        mine, _ = self._score(seen, tokens)
+        _, mine, _ = self._predict(seen, tokens)
         tolerance = 0.02 if rounded else 1e-3
         if ((own - mine).abs() > tolerance * own.abs().amax()).any():
             raise ValueError("its output layer does more to the logits than a bias and soft-capping")
@@ -707,28 +660,21 @@ class Agent(nn.Module):
         """Write what `from_pretrained` (and for adapters peft) reads, and which tokens are which actions."""
         self.model.save_pretrained(folder)
         self.processor.save_pretrained(folder)
-        actions = {
-            "token_ids": self.bins.tolist(),
-            "low": self.low.tolist(),
-            "high": self.high.tolist(),
-            "chunk": self.chunk,
-        }
+        actions = {"token_ids": self.bins.tolist(), "chunk": self.chunk}
+        actions |= {"low": self.low.tolist(), "high": self.high.tolist()}
         write(folder / "actions.json", json.dumps(actions))
-        values = {name: x.cpu() for name, x in self.value_head.state_dict().items()}
-        save_file(values, folder / "value_head.safetensors")
+        save_file(self.value_head.state_dict(), folder / "value_head.safetensors")
 
 
 def export(agent: Agent, folder: Path) -> None:
     """Write the policy's folder as a whole, in place of an older one."""
-    part = folder.with_name(f".{folder.name}.part")
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(part, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
-    agent.save(part)
+    hidden = folder.with_name(f".{folder.name}")
+    shutil.rmtree(hidden, ignore_errors=True)
+    agent.save(hidden / "new")
     if folder.exists():
-        folder.rename(old)
-    part.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+        folder.rename(hidden / "old")
+    (hidden / "new").rename(folder)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def trainable(agent: nn.Module) -> dict[str, nn.Parameter]:
@@ -806,16 +752,7 @@ class Rollout:
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor in it, each made on the collector's stream."""
-        found = []
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if isinstance(value, torch.Tensor):
-                found.append(value)
-            elif isinstance(value, TensorDict):
-                found += value.values(include_nested=True, leaves_only=True)
-            elif isinstance(value, dict):
-                found += value.values()
-        return found
+        return [x for x in tree_leaves(vars(self)) if isinstance(x, torch.Tensor)]
 
 
 def collect(
@@ -823,23 +760,20 @@ def collect(
 ) -> Rollout | None:
     """A rollout of [T, N] chunks that starts at `obs`, or None once `stopped()` says so.
 
-    Chunks are executed open loop: a row whose episode ends inside one is not `active` for the rest of it.
-
-    Host syncs of its own: one per rollout, for the final observations; and with chunks of several actions one per env
-    step, to end a chunk early.
+    Chunks are executed open loop: a row whose episode ends inside one is not `active` for the rest of it. Host syncs
+    of its own: one per rollout, for the final observations; and with chunks of several actions one per env step.
     """
     N = env.num_envs
-    device = env.device
     rows = []
     final_obs = []  # [N] for each chunk, valid where it is truncated; None if the simulator does not give them
-    episodes = torch.zeros(4, dtype=torch.float64, device=device)
+    episodes = torch.zeros(4, dtype=torch.float64, device=env.device)
     metrics = {}
     seen = agent.see(obs)
     for _ in range(num_chunks):
         tokens, logprob, _, _ = agent(seen, generator=generator)
-        reward = torch.zeros(N, device=device)
-        steps = torch.zeros(N, device=device)
-        active = torch.ones(N, dtype=torch.bool, device=device)
+        reward = torch.zeros(N, device=env.device)
+        steps = torch.zeros_like(reward)
+        active = torch.ones_like(reward, dtype=torch.bool)
         terminated = torch.zeros_like(active)
         truncated = torch.zeros_like(active)
         final = obs
@@ -854,10 +788,7 @@ def collect(
             steps = steps + active
             terminated = terminated | ended
             truncated = truncated | cut
-            if info["final_obs"] is None:
-                final = None
-            else:
-                final = info["final_obs"].where(cut, final)
+            final = None if info["final_obs"] is None else info["final_obs"].where(cut, final)
             episodes += episode_sums(ended | cut, info["episode"])
             for name, x in info["metrics"].items():
                 metrics[name] = metrics.get(name, 0.0) + (x * active).sum()
@@ -865,16 +796,8 @@ def collect(
             if agent.chunk > 1 and not active.any():
                 break
         final_obs.append(final)
-        row = {
-            "obs": seen,
-            "tokens": tokens,
-            "logprob": logprob,
-            "reward": reward,
-            "steps": steps,
-            "terminated": terminated,
-            "truncated": truncated,
-        }
-        rows.append(TensorDict(row, [N]))
+        row = {"obs": seen, "tokens": tokens, "logprob": logprob, "reward": reward, "steps": steps}
+        rows.append(TensorDict(row | {"terminated": terminated, "truncated": truncated}, [N]))
         seen = agent.see(obs)
 
     data = torch.stack(rows)
@@ -891,10 +814,7 @@ def share_frozen(agent: Agent, half: torch.dtype | None = None) -> Agent:
     With `half`, the weights that autocast would cast to it are kept in it. Autocast remembers its casts of weights only
     where they need a gradient, so a policy that only acts would cast all of them again for every token.
     """
-    kept = {}
-    for x in (*agent.parameters(), *agent.buffers()):
-        if not x.requires_grad:
-            kept[id(x)] = x
+    kept = {id(x): x for x in (*agent.parameters(), *agent.buffers()) if not x.requires_grad}
     if half is not None:
         for p in agent.cast_weights():
             kept[id(p)] = nn.Parameter(p.detach().to(half))
@@ -906,7 +826,7 @@ class Collector:
 
     Rollouts are numbered from 0 over the whole run. Number n starts when n <= version + max_staleness, where version
     is how many updates the newest weights have seen: at most max_staleness + 1 rollouts are under way or wait to be
-    used, none is dropped and none is used twice. A pause adds: and when n < pause_number.
+    used, none is dropped and none is used twice. A pause adds: and when n < pause_at.
 
     The thread makes no collective and touches no tracker, no accelerator and no env but its own.
     """
@@ -918,10 +838,8 @@ class Collector:
         self.env = env
         self.generator = generator
         self.args = args
-        self.obs = None
         self.version = 0
         self.started = 0
-        self.pause_number = math.inf
         self.queue = deque()
         self.error = None
         self.stopping = False
@@ -939,14 +857,19 @@ class Collector:
         self.publish(agent)
         self.thread.start()
 
-    def publish(self, agent: Agent) -> None:
-        """Give the thread new weights, for the rollouts that start from now on."""
+    def publish(self, agent: Agent, pause_at: float = math.inf) -> None:
+        """Give the thread new weights, for the rollouts that start from now on.
+
+        Rollout `pause_at` and later ones do not start before weights are published without it. Once the one before it
+        has been used, the thread and its env are at rest.
+        """
         with self.lock, torch.no_grad():
             if self.loaded:
                 torch.cuda.current_stream().wait_event(self.loaded)
             torch._foreach_copy_(self.snapshot, list(trainable(agent).values()))
             self.copied = torch.cuda.current_stream().record_event() if self.stream else None
             self.version += 1
+            self.pause_at = pause_at
             self.lock.notify_all()
 
     def next_rollout(self) -> Rollout:
@@ -964,18 +887,6 @@ class Collector:
                 tensor.record_stream(stream)
         return rollout
 
-    def pause_before(self, number: int) -> None:
-        """Start no rollout from this number on. Once number - 1 has been used, the thread and its env are at rest."""
-        with self.lock:
-            self.pause_number = number
-            self.lock.notify_all()
-
-    def resume(self) -> None:
-        """End a pause."""
-        with self.lock:
-            self.pause_number = math.inf
-            self.lock.notify_all()
-
     def __enter__(self) -> "Collector":
         return self
 
@@ -987,24 +898,23 @@ class Collector:
         if self.thread.ident:
             self.thread.join(self.args.timeout)
 
-    def _may_start(self) -> bool:
-        # CRUCIAL: this pace, rather than a bound on the queue, is what keeps staleness below its limit.
-        in_pace = self.started <= self.version + self.args.max_staleness
-        return in_pace and self.started < self.pause_number
-
     def _run(self) -> None:
         try:
             # Autocast and the current stream belong to a thread: those of the main one do not hold here.
             half = HALF[self.args.mixed_precision]
             autocast = torch.autocast(self.env.device.type, dtype=half, enabled=half is not None)
-            stream = torch.cuda.stream(self.stream) if self.stream else nullcontext()
-            with torch.no_grad(), autocast, stream:
+            with torch.no_grad(), autocast, torch.cuda.stream(self.stream):
                 while self._collect_one():
                     pass
         except BaseException as error:
             with self.lock:
                 self.error = error
                 self.lock.notify_all()
+
+    def _may_start(self) -> bool:
+        # CRUCIAL: this pace, rather than a bound on the queue, is what keeps staleness below its limit.
+        in_pace = self.started <= self.version + self.args.max_staleness
+        return in_pace and self.started < self.pause_at
 
     def _collect_one(self) -> bool:
         begin = time.perf_counter()
@@ -1061,17 +971,15 @@ def evaluate_policy(
     active = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     sums = torch.zeros(4, dtype=torch.float64, device=env.device)
     frames = []
-    tasks = [env.instructions[i] for i in obs["instruction"].tolist()]
     while active.any():
-        rows = active.nonzero().squeeze(1)
-        shown = obs[rows]
+        shown = obs[active]
         shown["instruction"] = (shown["instruction"] + shift) % len(env.instructions)
         tokens = [agent(agent.see(part), deterministic=True)[0] for part in shown.split(batch)]
         actions = torch.zeros(env.num_envs, agent.chunk, agent.size, device=env.device)
-        actions[rows] = agent.actions(torch.cat(tokens))
+        actions[active] = agent.actions(torch.cat(tokens))
         for action in actions.unbind(1):
             if env.render_rows and video:
-                add_frame(frames, label(env.render(), tasks), active)
+                add_frame(frames, label(env, obs), active)
             obs, _, terminated, truncated, info = env.step(action, active)
             ended = (terminated | truncated) & active
             sums += episode_sums(ended, info["episode"])
@@ -1082,13 +990,12 @@ def evaluate_policy(
     return episode_means("eval", totals) | {"eval/episodes": totals[0]}
 
 
-def label(frames: torch.Tensor, texts: list[str]) -> torch.Tensor:
-    """Write a line of text under each picture of [n, H, W, 3]."""
+def label(env: envs.VecEnv, obs: TensorDict) -> torch.Tensor:
+    """What the env renders, [n, H, W, 3], with its instruction under each picture."""
     labelled = []
-    for frame, text in zip(frames.cpu(), texts):
-        image = Image.new("RGB", (frame.shape[1], frame.shape[0] + 14), "white")
-        image.paste(Image.fromarray(frame.numpy()))
-        ImageDraw.Draw(image).text((2, frame.shape[0] + 1), text, fill="black", font_size=9)
+    for frame, number in zip(env.render().cpu(), obs["instruction"].tolist()):
+        image = ImageOps.expand(Image.fromarray(frame.numpy()), (0, 0, 0, 14), "white")
+        ImageDraw.Draw(image).text((2, len(frame) + 1), env.instructions[number], fill="black", font_size=9)
         labelled.append(torch.from_numpy(np.array(image)))
     return torch.stack(labelled)
 
@@ -1109,7 +1016,7 @@ def save_video(frames: list[torch.Tensor], path: Path) -> None:
 
 
 @torch.no_grad()
-def demonstrate(agent: Agent, env: envs.VecEnv, noise: float = 0.5) -> tuple[TensorDict, torch.Tensor]:
+def demonstrate(agent: Agent, env: envs.VecEnv) -> tuple[TensorDict, torch.Tensor]:
     """One episode of the expert in each env: the observations, and the tokens of what it would do from there.
 
     Its actions are executed with noise, so that it also shows how to recover.
@@ -1118,23 +1025,20 @@ def demonstrate(agent: Agent, env: envs.VecEnv, noise: float = 0.5) -> tuple[Ten
     active = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     generator = torch.Generator(env.device).manual_seed(DEMO_SEED)
     observations = []
-    labels = []
-    running = []
+    actions = []
     while active.any():
         action = env.expert_action()
-        observations.append(obs.select("rgb", "instruction"))
-        running.append(active)
-        labels.append(action * active[:, None])  # after the end: nothing
-        shaken = action + noise * torch.randn(action.shape, generator=generator, device=env.device)
-        obs, _, terminated, truncated, _ = env.step(shaken, active)
+        observations.append(obs.select("rgb", "instruction").set("active", active))
+        actions.append(action * active[:, None])  # after the end: nothing
+        noise = 0.5 * torch.randn(action.shape, generator=generator, device=env.device)
+        obs, _, terminated, truncated, _ = env.step(action + noise, active)
         active = active & ~(terminated | truncated)
-    labels += [torch.zeros_like(labels[0])] * (agent.chunk - 1)
-    chunks = []
-    for t in range(len(observations)):
-        chunks.append(torch.stack(labels[t : t + agent.chunk], 1))
-    rows = torch.stack(running).view(-1)
-    tokens = agent.tokens(torch.cat(chunks))
-    return torch.cat(observations)[rows], tokens[rows]
+    actions += [torch.zeros_like(action)] * (agent.chunk - 1)
+    chunks = torch.stack(actions).unfold(0, agent.chunk, 1)  # [T, N, size, chunk]
+    tokens = agent.tokens(chunks.transpose(2, 3).flatten(0, 1))
+    observations = torch.cat(observations)
+    rows = observations.pop("active")
+    return observations[rows], tokens[rows]
 
 
 def make_envs(args: Args, accelerator: Accelerator, **options) -> tuple[envs.VecEnv, envs.VecEnv]:
@@ -1343,17 +1247,15 @@ def frozen_checksum(agent: Agent) -> float:
 
 
 def load_trained(agent: Agent, checkpoint: Checkpoint, args: Args) -> None:
-    about = checkpoint.about["args"]
     names = ["env_id", "model_path", "action_bins", "action_chunk", "lora_rank"]  # what the weights depend on
     if args.lora_rank:
         names.append("mixed_precision")  # in which the frozen weights are kept
     for name in names:
-        old = about.get(name)
+        old = checkpoint.about["args"].get(name)
         new = getattr(args, name)
         if old != new:
             fail(f"{checkpoint.folder} was trained with {name} = {old}, not {new}: set {option(name)} to match it")
-    frozen = checkpoint.trainer.get("frozen", checkpoint.about.get("frozen"))
-    if frozen != frozen_checksum(agent):
+    if checkpoint.trainer.get("frozen") != frozen_checksum(agent):
         fail(f"{checkpoint.folder} was trained on other weights than those that --model-path {args.model_path} has now")
     own = {name: p.shape for name, p in trainable(agent).items()}
     if own != {name: x.shape for name, x in checkpoint.model.items()}:
@@ -1363,26 +1265,23 @@ def load_trained(agent: Agent, checkpoint: Checkpoint, args: Args) -> None:
 
 def open_model(args: Args, accelerator: Accelerator, env: envs.VecEnv) -> Agent:
     """The policy from --model-path on the env's device, the same on every rank."""
-    path = Path(args.output_dir) / f"tiny_{args.seed}" if args.model_path == "tiny" else args.model_path
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    with together() as errors:
-        if args.model_path == "tiny" and accelerator.is_main_process and not path.exists():
-            part = path.with_name(f".{path.name}.{os.getpid()}")
-            try:
-                make_tiny(part, args.seed)
-                part.rename(path)
-            finally:
-                shutil.rmtree(part, ignore_errors=True)
-    if errors and not os.path.exists(path):  # if it does by now, another run was quicker
-        fail(f"cannot write {path}: {errors[0]}; choose another --output-dir")
+    path = args.model_path
+    if path == "tiny":
+        path = f"{args.output_dir}/tiny_{args.seed}"
+        with together() as errors:
+            if accelerator.is_main_process and not os.path.exists(path):
+                make_tiny(Path(path), args.seed)
+        if errors and not os.path.exists(path):  # if it does by now, another run was quicker
+            fail(f"cannot write {path}: {errors[0]}; choose another --output-dir")
     with together() as errors:
         config = AutoConfig.from_pretrained(path)
         if type(config) not in AutoModelForImageTextToText._model_mapping:
             raise ValueError(f"it is a {config.model_type} model, which takes no pictures and answers in words")
         torch.manual_seed(args.seed)  # the same value head and adapters on every rank
         # CRUCIAL: on the env's device from here on; the check below runs on the env's observations.
-        agent = Agent(env, str(path), args).to(env.device).eval()
+        agent = Agent(env, path, args).to(env.device).eval()
         obs = env.reset()[:2]
         agent.check(obs, HALF[args.mixed_precision])
         # A backward that counts for nothing tells which weights take part: DDP waits for a gradient of each.
@@ -1676,7 +1575,6 @@ class Run:
 def main(args: Args) -> None:
     # ---- Set up
     check_args(args)
-    check_model(args)
     accelerator = launch(args)
     rank = accelerator.process_index
     world = accelerator.num_processes
@@ -1704,8 +1602,10 @@ def main(args: Args) -> None:
     optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True)
     inference = share_frozen(agent, HALF[args.mixed_precision])  # before `prepare`, which patches `forward` in place
     next_obs = env.reset()
-    chunks = args.num_envs * args.num_chunks
-    any_tokens = torch.zeros(chunks, agent.chunk * agent.size, dtype=torch.int64, device=device)
+    batch_size = args.num_envs * args.num_chunks  # of each rank
+    size = batch_size // args.num_minibatches
+    samples = world * batch_size
+    any_tokens = torch.zeros(batch_size, agent.chunk * agent.size, dtype=torch.int64, device=device)
     model, optimizer, adam = prepare(accelerator, agent, optimizer, agent.see(next_obs[:1]), any_tokens[:1])
     seed = args.seed + 1_000_003 * (rank + 1)  # other actions and minibatches on every rank
     torch.manual_seed(seed)
@@ -1760,22 +1660,19 @@ def main(args: Args) -> None:
         accelerator.print(f"cloned: {show(scores)}")
         run.log(scores, progress)
 
-    samples = world * args.num_envs * args.num_chunks
-    size = args.num_envs * args.num_chunks // args.num_minibatches  # of a minibatch, on each rank
     skipped_in_a_row = torch.zeros((), device=device)
     most_stale = 0
-    # Evaluating, saving and ending need the collector at rest and its queue empty. It is asked to pause as soon as one
-    # of them is due. No rank can have started a rollout that iteration + max_staleness does not use: all of them pause
-    # after that iteration, and nothing is lost.
-    pause_at = None  # the iteration after which the collector is at rest
-    paused_step = progress.global_step  # env steps at the last pause
-    finished = progress.global_step >= args.total_timesteps
-    stopping = False
     log = {}
+    # Evaluating, saving and ending need the collector at rest and its queue empty. When one of them is due, no rank
+    # can have started a rollout that iteration + max_staleness does not use: all ranks pause after that iteration, and
+    # nothing is lost.
+    pause_at = math.inf
+    paused_step = progress.global_step  # env steps at the last pause
+    running = progress.global_step < args.total_timesteps
     with Collector(inference, env, generator, args) as collector:
-        if not finished:
+        if running:
             collector.start(agent, next_obs, progress.iteration)
-        while pause_at is not None or not (finished or stopping):
+        while running:
             progress.iteration += 1
             iteration_start = time.perf_counter()
             decay = 1.0
@@ -1788,7 +1685,6 @@ def main(args: Args) -> None:
             # ---- Rollout: the thread's next one
             rollout = collector.next_rollout()
             learner_wait = time.perf_counter() - iteration_start
-            stale = progress.iteration - 1 - rollout.version
             data = rollout.data
             batch = data.reshape(-1)
 
@@ -1811,8 +1707,7 @@ def main(args: Args) -> None:
                     discount, args.gae_lambda,
                 )  # fmt: skip
                 returns = advantages + values
-                seen = (data["reward"], final_values, next_value)
-                finite = torch.stack([x.isfinite().all() for x in seen]).all()
+                finite = data["reward"].isfinite().all() & final_values.isfinite().all() & next_value.isfinite().all()
 
             # ---- Exchange what all ranks must know of each other
             mine = {"steps": data["steps"].sum(), "broken": ~finite, "stop": bool(run.signals)}
@@ -1824,15 +1719,14 @@ def main(args: Args) -> None:
             sums = {name: x.sum(0) for name, x in ranks.items()}
             steps = int(sums["steps"])
             progress.global_step += steps
-            finished = progress.global_step >= args.total_timesteps
-            stopping = stopping or bool(sums["stop"])
             mean, var = mean_and_var(sums["advantages"], samples)
             return_var = mean_and_var(sums["returns"], samples)[1]
+            finished = progress.global_step >= args.total_timesteps
+            stopping = bool(sums["stop"])
             evaluating = due(args.eval_interval, paused_step, progress.global_step)
             saving = due(args.save_interval, paused_step, progress.global_step)
-            if pause_at is None and (finished or stopping or evaluating or saving):
-                pause_at = progress.iteration + args.max_staleness
-                collector.pause_before(pause_at)
+            if finished or stopping or evaluating or saving:
+                pause_at = min(pause_at, progress.iteration + args.max_staleness)
 
             # ---- Update
             agent.train(args.gradient_checkpointing)
@@ -1882,16 +1776,17 @@ def main(args: Args) -> None:
                     if kl_sum.item() / samples > args.target_kl:
                         break
             progress.steps_trained += steps * epochs
-            train_seconds = time.perf_counter() - iteration_start - learner_wait
 
             # ---- Metrics, means over ranks
             metrics = dict(zip(LOSSES, losses * world / (samples * epochs)))
             metrics["losses/grad_norm"] = grad_norms / (epochs * args.num_minibatches)
             metrics["losses/skipped_updates"] = skipped
-            metrics |= {"time/collect": rollout.seconds, "time/collector_wait": rollout.wait}
-            metrics |= {"time/train": train_seconds, "time/learner_wait": learner_wait}
-            metrics |= {"charts/staleness": stale, "charts/queue_length": len(collector.queue)}
+            metrics["charts/staleness"] = progress.iteration - 1 - rollout.version
+            metrics["charts/queue_length"] = len(collector.queue)
             metrics["charts/memory_gb"] = peak_memory(device)
+            metrics["time/train"] = time.perf_counter() - iteration_start - learner_wait
+            metrics["time/learner_wait"] = learner_wait
+            metrics |= {"time/collect": rollout.seconds, "time/collector_wait": rollout.wait}
             for name in run.metric_names(rollout.metrics):
                 metrics[f"env/{name}"] = rollout.metrics.get(name, 0.0) * world / steps
             check = 0.0
@@ -1899,10 +1794,9 @@ def main(args: Args) -> None:
                 check = checksum(parameters)
             ranks = exchange(accelerator, metrics | {"checksum": check, "skipped": skipped_in_a_row})
             run.check_ranks(ranks.pop("checksum"), int(ranks.pop("skipped")[0]), progress.iteration)
-            log = {name: x.mean().item() for name, x in ranks.items()} | sizes
             most_stale = max(most_stale, int(ranks["charts/staleness"].max()))
-            log["charts/staleness_max"] = most_stale
-            log["charts/policy_version"] = progress.iteration
+            log = {name: x.mean().item() for name, x in ranks.items()} | sizes
+            log |= {"charts/staleness_max": most_stale, "charts/policy_version": progress.iteration}
             log["charts/minibatch_size"] = samples / args.num_minibatches
             log["losses/explained_variance"] = 1.0 - var / max(return_var, 1e-12)
             log |= progress.count_episodes(sums["episodes"].tolist())
@@ -1910,8 +1804,9 @@ def main(args: Args) -> None:
 
             # ---- Evaluate and save, with the collector at rest: `collector.obs` and its env can be read
             if progress.iteration == pause_at:
-                pause_at = None
+                pause_at = math.inf
                 paused_step = progress.global_step
+                running = not (finished or stopping)
                 improved = False
                 if finished or (evaluating and not stopping):
                     eval_start = time.perf_counter()
@@ -1932,10 +1827,8 @@ def main(args: Args) -> None:
                 if errors:
                     fail(f"cannot write {run.folder / 'policy'}: {errors[0]}; the checkpoint is saved")
             run.log(log, progress)
-            if pause_at is not None or not (finished or stopping):
-                collector.publish(agent)
-                if pause_at is None:
-                    collector.resume()
+            if running:
+                collector.publish(agent, pause_at)
 
     # ---- Finish
     run.finish(log, progress)
