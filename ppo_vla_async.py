@@ -178,9 +178,8 @@ def check_env(args: Args, env: envs.VecEnv) -> None:
         fail(f"--lora-rank must be 1 or more, not {args.lora_rank}: leave it out to train all weights")
     samples = args.num_envs * args.num_chunks
     if samples % (args.num_minibatches * args.gradient_accumulation):
-        parts = f"--num-minibatches {args.num_minibatches} x"
-        parts += f" --gradient-accumulation {args.gradient_accumulation}"
-        fail(f"--num-envs x --num-chunks = {samples} samples do not divide into {parts} parts")
+        parts = f"--num-minibatches {args.num_minibatches} x --gradient-accumulation {args.gradient_accumulation}"
+        fail(f"--num-envs x --num-chunks = {samples} samples do not divide into {parts}")
     if not {"rgb", "instruction"} <= set(env.single_observation_space.keys()):
         fail(f"{args.env_id} has no pictures and instructions: give an env that does, such as Tabletop")
     space = env.single_action_space
@@ -409,8 +408,7 @@ class Agent(nn.Module):
         self.chunk = args.action_chunk
         self.size = env.single_action_space.shape[0]
         # Frozen weights are kept as small as they are computed with; what is trained stays in fp32.
-        small = args.mixed_precision == "bf16" and args.lora_rank
-        dtype = torch.bfloat16 if small else torch.float32
+        dtype = torch.bfloat16 if args.mixed_precision == "bf16" and args.lora_rank else torch.float32
         model = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype)
         try:
             self.processor = AutoProcessor.from_pretrained(path)
@@ -491,9 +489,8 @@ class Agent(nn.Module):
         if chunk != args.action_chunk:
             have = f"it predicts {chunk} actions per forward, not {args.action_chunk}"
             raise ValueError(f"{have}: set --action-chunk {chunk}")
-        count = len(chosen["token_ids"])
-        if count != args.action_bins:
-            have = f"{count} action tokens that no prompt uses"
+        if len(chosen["token_ids"]) != args.action_bins:
+            have = f"{len(chosen['token_ids'])} action tokens that no prompt uses"
             raise ValueError(f"{path} has {have}, not --action-bins {args.action_bins}")
         self.register_buffer("bins", torch.as_tensor(chosen["token_ids"]))
         self.register_buffer("low", torch.as_tensor(chosen["low"]))
@@ -505,10 +502,10 @@ class Agent(nn.Module):
         if args.freeze_vision and not vision:
             raise ValueError("no part of it is called vision or visual: leave out --freeze-vision")
         if args.lora_rank:
-            settings = LoraConfig(r=args.lora_rank, lora_alpha=2 * args.lora_rank)
-            settings.target_modules = "all-linear"
-            settings.exclude_modules = ".*(vision|visual).*" if args.freeze_vision else None
-            return get_peft_model(model, settings)
+            skip = ".*(vision|visual).*" if args.freeze_vision else None
+            settings = {"r": args.lora_rank, "lora_alpha": 2 * args.lora_rank}
+            settings |= {"target_modules": "all-linear", "exclude_modules": skip}
+            return get_peft_model(model, LoraConfig(**settings))
         if args.freeze_vision:
             for p in vision:
                 p.requires_grad_(False)
@@ -717,9 +714,8 @@ def vla_loss(
     return loss.sum(), torch.stack(logged).detach().sum(1)
 
 
-LOSSES = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac"]
-LOSSES += ["behaviour_weight", "behaviour_capped"]
-LOSSES = [f"losses/{name}" for name in LOSSES]
+LOSSES = "policy_loss value_loss entropy old_approx_kl approx_kl clipfrac behaviour_weight behaviour_capped"
+LOSSES = [f"losses/{name}" for name in LOSSES.split()]
 
 
 @torch.no_grad()
@@ -857,7 +853,6 @@ class Collector:
         self.generator = generator
         self.args = args
         self.version = 0
-        self.started = 0
         self.queue = deque()
         self.error = None
         self.stopping = False
@@ -931,8 +926,7 @@ class Collector:
 
     def _may_start(self) -> bool:
         # CRUCIAL: this pace, not a bound on the queue, keeps staleness below its limit.
-        in_pace = self.started <= self.version + self.args.max_staleness
-        return in_pace and self.started < self.pause_at
+        return self.started <= self.version + self.args.max_staleness and self.started < self.pause_at
 
     def _collect_one(self) -> bool:
         begin = time.perf_counter()
@@ -948,8 +942,10 @@ class Collector:
             version = self.version
             self.started += 1
         start = time.perf_counter()
-        sizes = (self.args.num_chunks, self.args.gamma)
-        rollout = collect(self.agent, self.env, self.obs, *sizes, self.generator, lambda: self.stopping)
+        rollout = collect(
+            self.agent, self.env, self.obs, self.args.num_chunks, self.args.gamma, self.generator,
+            lambda: self.stopping,
+        )  # fmt: skip
         if rollout is None:
             return False
         self.obs = rollout.obs
@@ -1002,8 +998,7 @@ def evaluate_policy(
             sums += episode_sums(ended, info["episode"])
             active = active & ~ended
     if frames:
-        slow = [frame for frame in frames for _ in range(4)]  # episodes are short
-        save_video(slow, video)
+        save_video([frame for frame in frames for _ in range(4)], video)  # slowly: episodes are short
     totals = exchange(accelerator, {"episodes": sums})["episodes"].sum(0).tolist()
     return episode_means("eval", totals) | {"eval/episodes": totals[0]}
 
@@ -1013,8 +1008,7 @@ def label(env: envs.VecEnv, obs: TensorDict) -> torch.Tensor:
     labelled = []
     for frame, number in zip(env.render().cpu(), obs["instruction"].tolist()):
         image = ImageOps.expand(Image.fromarray(frame.numpy()), (0, 0, 0, 14), "white")
-        text = env.instructions[number]
-        ImageDraw.Draw(image).text((2, len(frame) + 1), text, fill="black", font_size=9)
+        ImageDraw.Draw(image).text((2, len(frame) + 1), env.instructions[number], "black", font_size=9)
         labelled.append(torch.from_numpy(np.array(image)))
     return torch.stack(labelled)
 
@@ -1626,14 +1620,12 @@ def main(args: Args) -> None:
     seen = agent.see(next_obs[:1])
     tokens = torch.zeros(1, agent.chunk * agent.size, dtype=torch.int64, device=device)
     model, optimizer, adam = prepare(accelerator, agent, optimizer, seen, tokens)
-    # Other actions and minibatches on every rank.
-    seed = args.seed + 1_000_003 * (accelerator.process_index + 1)
+    seed = args.seed + 1_000_003 * (accelerator.process_index + 1)  # other actions on every rank
     torch.manual_seed(seed)
     generator = torch.Generator(device).manual_seed(seed)
 
     # ---- Resume
     progress = Progress(learning_rate=args.learning_rate)
-    resumed = checkpoint is not None
     if checkpoint:
         changed = run.resume(checkpoint, progress, optimizer)
         local = checkpoint.local
@@ -1658,7 +1650,7 @@ def main(args: Args) -> None:
     accelerator.print("{:,} of {:,} parameters are trained".format(*sizes.values()))
 
     # ---- Cloning: the model learns to act from a few demonstrations
-    if args.bc_updates and not resumed:
+    if args.bc_updates and progress.iteration == 0:
         demo_env = envs.make(args.env_id, args.bc_episodes, device=device, seed=DEMO_SEED)
         demo_obs, labels = demonstrate(agent, demo_env)
         agent.train(args.gradient_checkpointing)
@@ -1667,15 +1659,15 @@ def main(args: Args) -> None:
                 group["lr"] = args.bc_learning_rate * (1.0 - update / args.bc_updates)
             rows = torch.randint(len(labels), (args.bc_batch,), device=device)
             _, logprob, _, value = model(agent.see(demo_obs[rows]), labels[rows])
-            accelerator.backward(0.0 * value.sum() - logprob.mean())
+            loss = -logprob.mean()
+            accelerator.backward(loss + 0.0 * value.sum())
             norm = accelerator.clip_grad_norm_(parameters, args.max_grad_norm)
             adam.found_inf = (~norm.isfinite()).float()
             adam.step()
             adam.zero_grad()
             if update + 1 == args.bc_updates or time.time() > run.last_print + 5:
                 run.last_print = time.time()
-                loss = -logprob.mean().item()
-                accelerator.print(f"cloning {update + 1}/{args.bc_updates}  loss {loss:.3f}")
+                accelerator.print(f"cloning {update + 1}/{args.bc_updates}  loss {loss.item():.3f}")
         optimizer.optimizer.state.clear()
         video = run.folder / "videos" / "step_0.gif"
         scores = evaluate_policy(agent, eval_env, accelerator, video, args.num_envs)
@@ -1712,11 +1704,9 @@ def main(args: Args) -> None:
             advantages, returns = estimate(agent, rollout, size, args.gamma, args.gae_lambda)
 
             # ---- Exchange what all ranks must know of each other
-            mine = {"steps": rollout.data["steps"].sum(), "stop": bool(run.signals)}
-            mine["advantages"] = sum_and_square(advantages)
-            mine["returns"] = sum_and_square(returns)
-            mine["episodes"] = rollout.episodes
-            ranks = exchange(accelerator, mine)
+            mine = {"advantages": sum_and_square(advantages), "returns": sum_and_square(returns)}
+            mine |= {"steps": rollout.data["steps"].sum(), "episodes": rollout.episodes}
+            ranks = exchange(accelerator, mine | {"stop": bool(run.signals)})
             run.check_finite(~ranks["advantages"].isfinite().all(1), progress.iteration)
             sums = {name: x.sum(0) for name, x in ranks.items()}
             steps = int(sums["steps"])
@@ -1788,16 +1778,14 @@ def main(args: Args) -> None:
             metrics["charts/queue_length"] = len(collector.queue)
             metrics["charts/memory_gb"] = peak_memory(device)
             metrics["time/train"] = time.perf_counter() - iteration_start - learner_wait
-            metrics["time/learner_wait"] = learner_wait
+            metrics |= {"time/learner_wait": learner_wait, "time/collector_wait": rollout.wait}
             metrics["time/collect"] = rollout.seconds
-            metrics["time/collector_wait"] = rollout.wait
             for name in run.metric_names(rollout.metrics):
                 metrics[f"env/{name}"] = rollout.metrics.get(name, 0.0) * world / steps
             check = 0.0
             if args.check_interval and progress.iteration % args.check_interval == 0:
                 check = checksum(parameters)
-            metrics |= {"checksum": check, "skipped": skipped_in_a_row}
-            ranks = exchange(accelerator, metrics)
+            ranks = exchange(accelerator, metrics | {"checksum": check, "skipped": skipped_in_a_row})
             run.check_ranks(ranks.pop("checksum"), int(ranks.pop("skipped")[0]), progress.iteration)
             most_stale = max(most_stale, int(ranks["charts/staleness"].max()))
             log = {name: x.mean().item() for name, x in ranks.items()} | sizes
@@ -1821,11 +1809,10 @@ def main(args: Args) -> None:
                     improved = progress.improve(log)
                 if finished:
                     misled = evaluate_policy(agent, eval_env, accelerator, None, args.num_envs, shift=1)
-                    success = misled.get("eval/success_rate", math.nan)
-                    log["eval/success_rate_wrong_instruction"] = success
+                    log["eval/success_rate_wrong_instruction"] = misled.get("eval/success_rate", math.nan)
                 trainer = {"optimizer": optimizer.optimizer.state_dict(), "frozen": frozen}
-                local = {"env": env.state_dict(), "obs": dict(collector.obs.items())}
-                local["generator"] = generator.get_state()
+                local = {"env": env.state_dict(), "generator": generator.get_state()}
+                local["obs"] = dict(collector.obs.items())
                 run.save(progress, trainable(agent), trainer, local, improved)
                 with together() as errors:
                     if improved and accelerator.is_main_process:
