@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -46,13 +47,15 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.utils import broadcast_object_list, gather_object
 from gymnasium.spaces import Box
 from peft import LoraConfig, get_peft_model
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_leaves
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, Qwen2_5_VLProcessor
 from transformers import logging as transformers_logging
 
 import envs
@@ -169,21 +172,14 @@ def check_args(args: Args) -> None:
         fail(f"--run-name must be a plain name, not {args.run_name!r}: see --output-dir")
 
 
-def check_model(args: Args) -> None:
+def check_env(args: Args, env: envs.VecEnv) -> None:
+    """Stop where a policy that predicts actions as tokens from pictures cannot work."""
     if args.lora_rank is not None and args.lora_rank < 1:
         fail(f"--lora-rank must be 1 or more, not {args.lora_rank}: leave it out to train all weights")
-    batch = args.num_envs * args.num_chunks
-    if batch % args.num_minibatches or (batch // args.num_minibatches) % args.gradient_accumulation:
-        parts = (
-            f"--num-minibatches {args.num_minibatches} of --gradient-accumulation {args.gradient_accumulation} parts"
-        )
-        fail(
-            f"--num-envs {args.num_envs} x --num-chunks {args.num_chunks} = {batch} samples do not divide into {parts}"
-        )
-
-
-def check_env(args: Args, env: envs.VecEnv) -> None:
-    """Stop if a policy that predicts actions as tokens from pictures has nothing to do in this env."""
+    samples = args.num_envs * args.num_chunks
+    if samples % (args.num_minibatches * args.gradient_accumulation):
+        parts = f"--num-minibatches {args.num_minibatches} x --gradient-accumulation {args.gradient_accumulation}"
+        fail(f"--num-envs x --num-chunks = {samples} samples do not divide into {parts}")
     if not {"rgb", "instruction"} <= set(env.single_observation_space.keys()):
         fail(f"{args.env_id} has no pictures and instructions: give an env that does, such as Tabletop")
     space = env.single_action_space
@@ -285,15 +281,12 @@ def layer_init(layer: nn.Linear, std: float = math.sqrt(2)) -> nn.Linear:
 
 
 def make_tiny(folder: Path, seed: int) -> None:
-    """Write a small, randomly initialised vision-language model in `from_pretrained` format.
-
-    Its config, tokenizer and processor are files of this repository; the weights are drawn from the seed.
-    """
+    """Write a small vision-language model with random weights, as `from_pretrained` reads it."""
     source = Path(__file__).parent / "models" / "tiny"
     config = AutoConfig.from_pretrained(source)
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config)
-    # What a pretrained model would know: that places in a picture differ, and that numbers have an order.
+    # What a pretrained model would know: places in a picture differ, and numbers have an order.
     width = config.text_config.hidden_size
     place = torch.linspace(-1.0, 1.0, 256)[:, None]
     waves = torch.cos(place * torch.randn(width) * 4.0 + torch.rand(width) * 2 * math.pi)
@@ -303,121 +296,111 @@ def make_tiny(folder: Path, seed: int) -> None:
         model.model.vision_model.embeddings.position_embedding.weight.mul_(5.0)
         model.get_input_embeddings().weight[numbers] = 0.05 * waves
         model.get_output_embeddings().weight[numbers] = 0.1 * waves
-    shutil.copytree(source, folder)
-    model.save_pretrained(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as hidden:
+        part = Path(hidden) / "model"
+        shutil.copytree(source, part)
+        model.save_pretrained(part)
+        part.rename(folder)
 
 
-class PlainProcessor:
-    """Tokenizer and image processor side by side, for processors that cannot be loaded as a whole.
+class PlainProcessor(Qwen2_5_VLProcessor):
+    """Qwen's processor without the one of videos, which needs torchvision."""
 
-    That of Qwen2.5-VL needs torchvision for its videos. An image token becomes as many as the picture has patches
-    after merging.
-    """
-
-    def __init__(self, path: str):
-        self.tokenizer = AutoTokenizer.from_pretrained(path)
-        self.image_processor = AutoImageProcessor.from_pretrained(path)
-        self.chat_template = self.tokenizer.chat_template
-        self.image_token_id = AutoConfig.from_pretrained(path).image_token_id
-        self.image_token = self.tokenizer.convert_ids_to_tokens(self.image_token_id)
-
-    def apply_chat_template(self, messages: list[dict], **options) -> str:
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-
-    def __call__(self, text: list[str], images: list, **options) -> dict:
-        pictures = self.image_processor(images, return_tensors="pt")
-        counts = pictures["image_grid_thw"].prod(-1) // self.image_processor.merge_size**2
-        expanded = []
-        for one, count in zip(text, counts.tolist()):
-            expanded.append(one.replace(self.image_token, self.image_token * count))
-        tokens = self.tokenizer(expanded, **options)
-        tokens["mm_token_type_ids"] = (tokens["input_ids"] == self.image_token_id).long()
-        return {**tokens, **pictures}
+    @classmethod
+    def get_attributes(cls) -> list[str]:
+        return ["image_processor", "tokenizer"]
 
     def save_pretrained(self, folder: Path) -> None:
+        """Apart, so that those who have torchvision can load it as a whole."""
         self.tokenizer.save_pretrained(folder)
         self.image_processor.save_pretrained(folder)
 
 
 def resize_weights(old: int, new: int, resample: int) -> torch.Tensor:
-    """The [new, old] matrix by which PIL resizes one side of a picture, with the coefficients that it rounds to."""
+    """The [new, old] matrix by which PIL resizes one side of a picture, rounded as PIL does."""
     identity = Image.fromarray(np.eye(old, dtype=np.float32))
     weights = np.array(identity.resize((old, new), resample), dtype=np.float64)
     return torch.from_numpy(np.round(weights * 2**22) / 2**22)
 
 
 class Pictures(nn.Module):
-    """The image processor in torch: resize, rescale and normalise a batch where it is, without a host sync.
+    """What the image processor does, but in torch: on the device of the pictures, without a host sync.
 
-    `processed` is what the image processor made of one picture of this height and width. It tells the size to reach,
-    and all that does not depend on the picture's content (masks, the grid of patches) is taken from it.
+    If that does not give the same for a picture of noise, the image processor itself is called.
     """
 
-    def __init__(self, image_processor, height: int, width: int, processed: dict[str, torch.Tensor]):
+    def __init__(self, image_processor, height: int, width: int):
         super().__init__()
-        shape = processed["pixel_values"].shape
-        self.shape = shape[1:]
-        self.patch_size = None  # of models that take a row of patches, as many as the picture needs
-        new_height, new_width = shape[-2:]
-        if "image_grid_thw" in processed:
-            self.shape = shape
-            self.patch_size = image_processor.patch_size
-            self.merge_size = image_processor.merge_size
-            self.frames = image_processor.temporal_patch_size
-            grid = processed["image_grid_thw"][0].tolist()
-            new_height = grid[1] * self.patch_size
-            new_width = grid[2] * self.patch_size
-        self.resized = (new_height, new_width) != (height, width)
-        self.scale = image_processor.rescale_factor if image_processor.do_rescale else 1.0
-        mean = image_processor.image_mean if image_processor.do_normalize else [0.0]
-        std = image_processor.image_std if image_processor.do_normalize else [1.0]
-        constants = {
-            "rows": resize_weights(height, new_height, image_processor.resample),
-            "columns": resize_weights(width, new_width, image_processor.resample).T,
-            "mean": torch.tensor(mean).view(-1, 1, 1),
-            "std": torch.tensor(std).view(-1, 1, 1),
-        }
-        for name, x in constants.items():
+        self.image_processor = image_processor
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randint(256, (1, height, width, 3), dtype=torch.uint8, generator=generator)
+        self.in_torch = False
+        processed = self._call(noise)
+        pixels = processed.pop("pixel_values")
+        self.shape = pixels.shape
+        self.constants = list(processed)  # masks and the grid of patches, the same for all pictures
+        for name, x in processed.items():
             self.register_buffer(name, x, persistent=False)
-        self.same = [name for name in processed if name != "pixel_values"]
-        for name in self.same:
-            self.register_buffer(f"same_{name}", processed[name], persistent=False)
+        try:
+            self._read_settings(height, width)
+            error = (self._compute(noise)[0] - pixels).abs().max()
+            grey_level = self.scale / self.std.min()
+            self.in_torch = bool(error < 1.01 * grey_level)
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
+            pass  # an image processor of another kind
 
-    def forward(self, rgb: torch.Tensor) -> dict[str, torch.Tensor]:
-        """uint8 [N, H, W, 3] -> what the image processor gives, each with N rows."""
-        count = len(rgb)
-        # CRUCIAL: float64, which autocast leaves alone; in bf16 the pictures would be rounded without notice.
+    def _call(self, rgb: torch.Tensor) -> dict[str, torch.Tensor]:
+        images = [[Image.fromarray(x)] for x in rgb.cpu().numpy()]
+        return dict(self.image_processor(images, return_tensors="pt"))
+
+    def _read_settings(self, height: int, width: int) -> None:
+        settings = self.image_processor
+        new_height, new_width = self.shape[-2:]
+        self.in_patches = "image_grid_thw" in self.constants  # of Qwen
+        if self.in_patches:
+            _, rows, columns = self.image_grid_thw[0].tolist()
+            new_height = rows * settings.patch_size
+            new_width = columns * settings.patch_size
+        self.resized = (new_height, new_width) != (height, width)
+        self.scale = settings.rescale_factor if settings.do_rescale else 1.0
+        mean = settings.image_mean if settings.do_normalize else [0.0]
+        std = settings.image_std if settings.do_normalize else [1.0]
+        rows = resize_weights(height, new_height, settings.resample)
+        columns = resize_weights(width, new_width, settings.resample).T
+        self.register_buffer("rows", rows, persistent=False)
+        self.register_buffer("columns", columns, persistent=False)
+        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(-1, 1, 1), persistent=False)
+
+    def _compute(self, rgb: torch.Tensor) -> torch.Tensor:
+        # CRUCIAL: float64, which autocast leaves alone; bf16 would round the pictures without notice.
         x = rgb.permute(0, 3, 1, 2).double()
         if self.resized:
             # As PIL does it: one side after the other, each rounded to whole grey levels.
             x = (x @ self.columns + 0.5).floor().clamp(0, 255)
             x = (self.rows @ x + 0.5).floor().clamp(0, 255)
-        x = (x * self.scale).float()
-        x = (x - self.mean) / self.std
-        if self.patch_size:
-            x = self._patches(x)
-        made = {"pixel_values": x.reshape(count, *self.shape)}
-        for name in self.same:
-            constant = getattr(self, f"same_{name}")
-            made[name] = constant.expand(count, *constant.shape[1:])
-        return made
+        x = ((x * self.scale).float() - self.mean) / self.std
+        if self.in_patches:
+            # To N, row, column, row and column in the block that is merged, 3, frames, size, size.
+            sides = (-1, self.image_processor.merge_size, self.image_processor.patch_size)
+            x = x.unflatten(3, sides).unflatten(2, sides)
+            x = x.permute(0, 2, 5, 3, 6, 1, 4, 7).unsqueeze(6)
+            x = x.expand(*[-1] * 6, self.image_processor.temporal_patch_size, -1, -1)
+        return x.reshape(len(rgb), *self.shape)
 
-    def _patches(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, 3, H, W] -> Qwen's rows of patches, those that are merged later side by side."""
-        size = self.patch_size
-        x = x.unflatten(3, (-1, self.merge_size, size))
-        x = x.unflatten(2, (-1, self.merge_size, size))
-        # To N, row, column, row and column inside the merged block, 3, size, size.
-        x = x.permute(0, 2, 5, 3, 6, 1, 4, 7)
-        x = x.unsqueeze(6)
-        return x.expand(-1, -1, -1, -1, -1, -1, self.frames, -1, -1)
+    def forward(self, rgb: torch.Tensor) -> torch.Tensor:
+        """uint8 [N, H, W, 3] -> [N, ...], the `pixel_values` of each picture."""
+        if self.in_torch:
+            return self._compute(rgb)
+        return self._call(rgb)["pixel_values"].view(len(rgb), *self.shape).to(rgb.device)
 
 
 class Agent(nn.Module):
-    """A vision-language model that predicts its actions as tokens (as OpenVLA does), and a value head on its prompt.
+    """A vision-language model that predicts actions as tokens, as OpenVLA does, and a value head.
 
-    A policy of another kind needs `see`, `forward`, `actions`, `tokens`, `check`, `cast_weights` and `save`, with the
-    same arguments and results, and the attributes `chunk` and `size`.
+    A policy of another kind needs `see`, `forward`, `actions`, `tokens`, `check`, `cast_weights` and
+    `save`, with the same arguments and results, and the attributes `chunk` and `size`.
     """
 
     def __init__(self, env: envs.VecEnv, path: str, args: Args):
@@ -425,22 +408,22 @@ class Agent(nn.Module):
         self.chunk = args.action_chunk
         self.size = env.single_action_space.shape[0]
         # Frozen weights are kept as small as they are computed with; what is trained stays in fp32.
-        small = args.mixed_precision == "bf16" and args.lora_rank
-        dtype = torch.bfloat16 if small else torch.float32
+        dtype = torch.bfloat16 if args.mixed_precision == "bf16" and args.lora_rank else torch.float32
         model = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype)
         try:
             self.processor = AutoProcessor.from_pretrained(path)
         except (ImportError, AttributeError):
-            self.processor = PlainProcessor(path)
-        if hasattr(self.processor.image_processor, "do_image_splitting"):
-            # One picture instead of seventeen tiles of it. Without tiles it is brought to `max_image_size` in any
-            # case; `do_resize` would enlarge it to the size of all tiles together first.
-            self.processor.image_processor.do_image_splitting = False
-            self.processor.image_processor.do_resize = False
-        prompts = self._read_prompts(env, model)
-        self._read_pictures(env)
-        self._choose_bins(env, path, args, prompts["input_ids"], model)
-
+            self.processor = PlainProcessor.from_pretrained(path)
+        image_processor = self.processor.image_processor
+        if hasattr(image_processor, "do_image_splitting"):
+            # One picture instead of seventeen tiles of it. Without tiles it is brought to `max_image_size`
+            # in any case; `do_resize` would enlarge it to the size of all tiles together first.
+            image_processor.do_image_splitting = False
+            image_processor.do_resize = False
+        height, width, _ = env.single_observation_space["rgb"].shape
+        self.pictures = Pictures(image_processor, height, width)
+        self._read_prompts(env.instructions, Image.new("RGB", (width, height)), model)
+        self._choose_bins(env.single_action_space, path, args, model)
         for module in model.modules():
             for name in ("p", "dropout", "attention_dropout"):
                 if isinstance(getattr(module, name, None), float):
@@ -450,105 +433,82 @@ class Agent(nn.Module):
         if args.gradient_checkpointing:
             settings = {"use_reentrant": False}
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
-        width = model.get_input_embeddings().weight.shape[1]
-        first = layer_init(nn.Linear(width, 256))
+        first = layer_init(nn.Linear(model.get_input_embeddings().weight.shape[1], 256))
         last = layer_init(nn.Linear(256, 1), std=0.1)
         self.value_head = nn.Sequential(first, nn.Tanh(), last)
         value_file = Path(path) / "value_head.safetensors"
         if value_file.exists():
             self.value_head.load_state_dict(load_file(value_file))
 
-    def _read_prompts(self, env: envs.VecEnv, model: nn.Module) -> dict:
-        """Tokenize the prompt of each instruction once, around a picture of the size that the env gives."""
-        height, width, _ = env.single_observation_space["rgb"].shape
-        blank = Image.new("RGB", (width, height))
-        texts = [self._prompt(instruction) for instruction in env.instructions]
-        images = [[blank] for _ in texts]
-        prompts = self.processor(text=texts, images=images, return_tensors="pt", padding=True, padding_side="left")
-        self.prompts = []
+    def _read_prompts(self, instructions: list[str], picture: Image.Image, model: nn.Module) -> None:
+        """Tokenize each instruction once, as a message with a picture, and leave room for actions."""
+        texts = []
+        for instruction in instructions:
+            text = getattr(self.processor, "image_token", "") + instruction
+            if self.processor.chat_template:
+                content = [{"type": "image"}, {"type": "text", "text": instruction}]
+                message = {"role": "user", "content": content}
+                text = self.processor.apply_chat_template([message], add_generation_prompt=True)
+            texts.append(text)
+        settings = {"return_tensors": "pt", "padding": True, "padding_side": "left"}
+        prompts = self.processor(text=texts, images=[[picture]] * len(texts), **settings)
+        self.prompt_length = prompts["input_ids"].shape[1]
+        count = self.chunk * self.size
+        inputs = {}
         for name, x in prompts.items():
             if x.shape == prompts["input_ids"].shape and name != "labels":
-                self.prompts.append(name)
-                self.register_buffer(f"prompt_{name}", x, persistent=False)
-
-        # Qwen places its tokens in three dimensions, by a loop over samples. All pictures are of one size, so the
-        # places depend on the instruction alone.
-        rotary = [module for module in model.modules() if hasattr(module, "get_rope_index")]
-        self.places = bool(rotary)
-        if self.places:
+                # Actions are attended to, and are the model's own words (token type 1 of PaliGemma).
+                value = 1 if name in ("attention_mask", "token_type_ids") else 0
+                inputs[name] = nn.functional.pad(x, (0, count), value=value)
+        if hasattr(model.base_model, "get_rope_index"):
+            # Qwen places tokens in three dimensions, by a loop over samples. All pictures are of one
+            # size, so the places depend on the instruction alone: [instructions, 3, length].
             names = ("input_ids", "attention_mask", "mm_token_type_ids", "image_grid_thw")
-            inputs = {name: prompts[name] for name in names if name in prompts}
-            places, offsets = rotary[0].get_rope_index(**inputs)
-            after = prompts["attention_mask"].sum(1, keepdim=True) + offsets
-            self.register_buffer("prompt_places", places.transpose(0, 1), persistent=False)  # [instructions, 3, L]
-            self.register_buffer("place_after", after, persistent=False)  # [instructions, 1]
-        return prompts
+            known = {name: prompts[name] for name in names if name in prompts}
+            places, offsets = model.base_model.get_rope_index(**known)
+            after = prompts["attention_mask"].sum(1, keepdim=True) + offsets + torch.arange(count)
+            parts = [places.transpose(0, 1), after[:, None].expand(-1, 3, -1)]
+            inputs["position_ids"] = torch.cat(parts, 2)
+        self.text_names = list(inputs)
+        for name, x in inputs.items():
+            self.register_buffer(f"text_{name}", x, persistent=False)
 
-    def _prompt(self, instruction: str) -> str:
-        """The instruction as the model expects a user's message with a picture, if it has a chat template."""
-        if self.processor.chat_template:
-            content = [{"type": "image"}, {"type": "text", "text": instruction}]
-            message = {"role": "user", "content": content}
-            return self.processor.apply_chat_template([message], add_generation_prompt=True)
-        return getattr(self.processor, "image_token", "") + instruction
-
-    def _read_pictures(self, env: envs.VecEnv) -> None:
-        """Do what the image processor does in torch, if that gives the same: no grey level may be off by over one."""
-        height, width, _ = env.single_observation_space["rgb"].shape
-        generator = torch.Generator().manual_seed(0)
-        noise = torch.randint(256, (1, height, width, 3), dtype=torch.uint8, generator=generator)
-        image_processor = self.processor.image_processor
-        processed = image_processor([[Image.fromarray(noise[0].numpy())]], return_tensors="pt")
-        self.patches = [name for name, x in processed.items() if len(x) != 1]  # those of all pictures in one row
-        self.pictures = None
-        try:
-            pictures = Pictures(image_processor, height, width, processed)
-            theirs = processed["pixel_values"]
-            mine = pictures(noise)["pixel_values"].view_as(theirs)
-            grey_level = pictures.scale / pictures.std.min()
-            if (mine - theirs).abs().max() < 1.01 * grey_level:
-                self.pictures = pictures
-        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
-            pass  # an image processor of another kind: it is then called itself
-
-    def _choose_bins(self, env: envs.VecEnv, path: str, args: Args, used: torch.Tensor, model: nn.Module) -> None:
-        """The last tokens that nothing else uses stand for the bins, or those that the folder names."""
-        known = {}
+    def _choose_bins(self, space: Box, path: str, args: Args, model: nn.Module) -> None:
+        """The last tokens that nothing else uses stand for the bins, or what the folder says."""
+        tokenizer = self.processor.tokenizer
+        prompts = self.text_input_ids[:, : self.prompt_length]
+        taken = {*tokenizer.all_special_ids, *prompts.unique().tolist()}
+        rows = model.get_input_embeddings().weight.shape[0]
+        free = [i for i in sorted(tokenizer.get_vocab().values()) if i not in taken and i < rows]
+        chosen = {"token_ids": free[-args.action_bins :], "chunk": args.action_chunk}
+        chosen |= {"low": space.low, "high": space.high}
         file = Path(path) / "actions.json"
         if file.exists():
-            known = json.loads(file.read_text())
-        chunk = known.get("chunk", args.action_chunk)
+            chosen |= json.loads(file.read_text())
+        chunk = chosen["chunk"]
         if chunk != args.action_chunk:
             have = f"it predicts {chunk} actions per forward, not {args.action_chunk}"
             raise ValueError(f"{have}: set --action-chunk {chunk}")
-        tokenizer = self.processor.tokenizer
-        taken = {*tokenizer.all_special_ids, *used.unique().tolist()}
-        rows = model.get_input_embeddings().weight.shape[0]
-        free = [i for i in sorted(tokenizer.get_vocab().values()) if i not in taken and i < rows]
-        bins = known.get("token_ids") or free[-args.action_bins :]
-        if len(bins) != args.action_bins:
-            have = f"{len(bins)} action tokens" if known else f"{len(bins)} tokens that no prompt uses"
+        if len(chosen["token_ids"]) != args.action_bins:
+            have = f"{len(chosen['token_ids'])} action tokens that no prompt uses"
             raise ValueError(f"{path} has {have}, not --action-bins {args.action_bins}")
-        space = env.single_action_space
-        self.register_buffer("bins", torch.as_tensor(bins))
-        self.register_buffer("low", torch.as_tensor(known.get("low", space.low)))
-        self.register_buffer("high", torch.as_tensor(known.get("high", space.high)))
+        self.register_buffer("bins", torch.as_tensor(chosen["token_ids"]))
+        self.register_buffer("low", torch.as_tensor(chosen["low"]))
+        self.register_buffer("high", torch.as_tensor(chosen["high"]))
 
     def _choose_trained(self, model: nn.Module, args: Args) -> nn.Module:
         """Freeze what is not trained, and add adapters if asked for."""
-        vision = [name for name, _ in model.named_parameters() if re.search("vision|visual", name)]
+        vision = [p for name, p in model.named_parameters() if re.search("vision|visual", name)]
         if args.freeze_vision and not vision:
             raise ValueError("no part of it is called vision or visual: leave out --freeze-vision")
         if args.lora_rank:
-            skip = None
-            if args.freeze_vision:
-                skip = "|".join(re.escape(name.removesuffix(".weight")) for name in vision)
-            settings = {"r": args.lora_rank, "lora_alpha": 2 * args.lora_rank, "lora_dropout": 0.0}
+            skip = ".*(vision|visual).*" if args.freeze_vision else None
+            settings = {"r": args.lora_rank, "lora_alpha": 2 * args.lora_rank}
             settings |= {"target_modules": "all-linear", "exclude_modules": skip}
             return get_peft_model(model, LoraConfig(**settings))
         if args.freeze_vision:
-            for name, p in model.named_parameters():
-                p.requires_grad_(name not in vision)
+            for p in vision:
+                p.requires_grad_(False)
         return model
 
     @property
@@ -557,39 +517,26 @@ class Agent(nn.Module):
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     def cast_weights(self) -> list[nn.Parameter]:
-        """The trained weights that autocast would cast at each use. The two heads are computed in fp32."""
-        layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        """The trained weights that autocast would cast at each use: not those of the two heads."""
         head = self.whole.get_output_embeddings()
         found = []
         for module in self.model.modules():
-            if isinstance(module, layers) and module is not head:
+            if isinstance(module, (nn.Linear, _ConvNd)) and module is not head:
                 found += [p for p in module.parameters(recurse=False) if p.requires_grad]
         return found
 
     def see(self, obs: TensorDict) -> TensorDict:
         """What `forward` needs of an observation: made once, kept with the rollout."""
-        rgb = obs["rgb"]
-        if self.pictures is not None:
-            made = self.pictures(rgb)
-        else:
-            images = [[Image.fromarray(x)] for x in rgb.cpu().numpy()]
-            made = dict(self.processor.image_processor(images, return_tensors="pt"))
-            for name in self.patches:
-                made[name] = made[name].unflatten(0, (len(images), -1))
-            made = {name: x.to(rgb.device) for name, x in made.items()}
-        made["instruction"] = obs["instruction"]
-        return TensorDict(made, [len(rgb)])
+        seen = {"pixel_values": self.pictures(obs["rgb"]), "instruction": obs["instruction"]}
+        return TensorDict(seen, obs.batch_size)
 
-    def forward(self, obs: TensorDict, tokens: torch.Tensor | None = None, deterministic=False, generator=None):
-        """-> tokens, log-probability, entropy, value, each of a whole chunk. The single entry point.
+    def forward(self, obs: TensorDict, tokens=None, deterministic=False, generator=None):
+        """-> tokens, log-probability, entropy, value of whole chunks. The single entry point.
 
-        Tokens are numbers of bins, [N, chunk * action size]. Given tokens are scored in one pass. Else they are drawn
-        one by one from the caller's own `generator`, with the keys and values of the tokens before them cached.
+        Tokens are numbers of bins, [N, chunk * size]. Given ones are scored in one pass. Else they
+        are drawn one by one from the caller's own `generator`, with a cache of keys and values.
         """
-        if tokens is None:
-            tokens, logits, hidden = self._draw(obs, deterministic, generator)
-        else:
-            logits, hidden = self._score(obs, tokens)
+        tokens, logits, hidden = self._predict(obs, tokens, deterministic, generator)
         logits = logits.log_softmax(-1)
         logprob = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).sum(-1)
         entropy = -(logits.exp() * logits).sum((-2, -1))
@@ -597,19 +544,18 @@ class Agent(nn.Module):
             value = self.value_head(hidden.float()).squeeze(-1)
         return tokens, logprob, entropy, value
 
-    def _score(self, obs: TensorDict, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> logits [N, count, bins] of all tokens in one pass, and the state at the end of the prompt."""
-        count = tokens.shape[1]
-        text = self._text(obs["instruction"], tokens[:, :-1])
-        out = self.whole.base_model(**text, **self._images(obs), use_cache=False)
-        hidden = out.last_hidden_state[:, -count:]
-        return self._bin_logits(hidden), hidden[:, 0]
-
-    def _draw(self, obs: TensorDict, deterministic: bool, generator: torch.Generator | None):
-        """-> tokens [N, count], their logits [N, count, bins], and the state at the end of the prompt."""
+    def _predict(self, obs: TensorDict, tokens=None, deterministic=False, generator=None):
+        """-> tokens [N, count], logits [N, count, bins], and the state at the end of the prompt."""
         instruction = obs["instruction"]
+        images = self._images(obs)
+        if tokens is not None:
+            text = self._text(instruction, tokens[:, :-1])
+            out = self.whole.base_model(**text, **images, use_cache=False)
+            hidden = out.last_hidden_state[:, -tokens.shape[1] :]
+            return tokens, self._bin_logits(hidden), hidden[:, 0]
+
         tokens = instruction.new_empty(len(instruction), 0)
-        feed = self._text(instruction, tokens) | self._images(obs)
+        feed = self._text(instruction, tokens) | images
         cache = None
         states = []
         logits = []
@@ -617,10 +563,10 @@ class Agent(nn.Module):
             out = self.whole.base_model(**feed, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             states.append(out.last_hidden_state[:, -1])
-            logits.append(self._bin_logits(states[-1]))
-            scores = logits[-1]
+            scores = self._bin_logits(states[-1])
+            logits.append(scores)
             if not deterministic:
-                # CRUCIAL: the global generator is shared by all threads: draws from it could not be repeated.
+                # CRUCIAL: threads share the global generator: draws from it could not be repeated.
                 gumbel = -torch.empty_like(scores).exponential_(generator=generator).log()
                 scores = scores + gumbel
             tokens = torch.cat([tokens, scores.argmax(-1, keepdim=True)], 1)
@@ -632,35 +578,31 @@ class Agent(nn.Module):
 
     def _text(self, instruction: torch.Tensor, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """The prompts of the instructions, and after them the action tokens [N, any number]."""
-        ones = torch.ones_like(tokens)
-        # Action tokens are attended to, and are the model's own words (in PaliGemma's terms: the suffix).
-        after = {"input_ids": self.bins[tokens], "attention_mask": ones, "token_type_ids": ones}
+        length = self.prompt_length + tokens.shape[1]
         text = {}
-        for name in self.prompts:
-            prompt = getattr(self, f"prompt_{name}")[instruction]
-            text[name] = torch.cat([prompt, after.get(name, torch.zeros_like(tokens))], 1)
-        if self.places:
-            count = torch.arange(tokens.shape[1], device=tokens.device)
-            place = self.place_after[instruction] + count
-            after_prompt = place[:, None].expand(-1, 3, -1)
-            places = torch.cat([self.prompt_places[instruction], after_prompt], 2)
-            text["position_ids"] = places.transpose(0, 1)
+        for name in self.text_names:
+            text[name] = getattr(self, f"text_{name}")[instruction][..., :length]
+        text["input_ids"][:, self.prompt_length :] = self.bins[tokens]
+        if "position_ids" in text:
+            text["position_ids"] = text["position_ids"].transpose(0, 1)
         return text
 
     def _images(self, obs: TensorDict) -> dict[str, torch.Tensor]:
-        images = {name: x for name, x in obs.items() if name != "instruction"}
-        for name in self.patches:
-            images[name] = images[name].flatten(0, 1)
+        """What the model takes: the rows of all pictures in one dimension."""
+        pixels = obs["pixel_values"]
+        images = {"pixel_values": pixels.flatten(0, 1)}
+        for name in self.pictures.constants:
+            x = getattr(self.pictures, name)
+            images[name] = x.expand(len(pixels), *x.shape).flatten(0, 1)
         return images
 
     def _bin_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits of the bins alone: the product with the whole vocabulary is never made."""
         head = self.whole.get_output_embeddings()
         cap = getattr(self.whole.config.get_text_config(), "final_logit_softcapping", None)
-        # CRUCIAL: in fp32. Rounded to bf16, the log-probabilities of drawn and scored tokens differ by whole units.
+        # CRUCIAL: in fp32. In bf16, log-probabilities of drawn and scored tokens differ by whole units.
         with torch.autocast(hidden.device.type, enabled=False):
-            weight = head.weight.index_select(0, self.bins).float()
-            logits = hidden.float() @ weight.T
+            logits = hidden.float() @ head.weight.index_select(0, self.bins).float().T
             if head.bias is not None:
                 logits = logits + head.bias.index_select(0, self.bins).float()
             if cap is not None:
@@ -669,17 +611,16 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def check(self, obs: TensorDict, half: torch.dtype | None) -> None:
-        """Raise a ValueError if this class does not compute what the model does, in the precision of the run."""
+        """Raise a ValueError if this does not compute what the model does, in the run's precision."""
         head = self.whole.get_output_embeddings()
         if not isinstance(head, nn.Linear) or self.whole.base_model is self.whole:
             raise ValueError("its output layer is not a plain linear layer on top of a backbone")
         seen = self.see(obs)
-        device = seen["instruction"].device
+        with torch.autocast(obs["rgb"].device.type, dtype=half, enabled=half is not None):
+            tokens, drawn, _ = self._predict(seen, deterministic=True)
+            _, scored, _ = self._predict(seen, tokens)
+        # In standard deviations of the logits: the scale of the head does not matter.
         rounded = self.whole.dtype != torch.float32
-        with torch.autocast(device.type, dtype=half, enabled=half is not None):
-            tokens, drawn, _ = self._draw(seen, deterministic=True, generator=None)
-            scored, _ = self._score(seen, tokens)
-        # Errors are measured in standard deviations of the logits: the scale of the head does not matter.
         tolerance = 0.25 if half is not None or rounded else 0.01
         difference = drawn.log_softmax(-1) - scored.log_softmax(-1)
         if (difference.abs().amax(-1) > tolerance * scored.std(-1)).any():
@@ -688,7 +629,7 @@ class Agent(nn.Module):
         text = self._text(seen["instruction"], tokens[:, :-1])
         out = self.whole(**text, **self._images(seen), logits_to_keep=tokens.shape[1], use_cache=False)
         own = out.logits[..., self.bins].float()
-        mine, _ = self._score(seen, tokens)
+        _, mine, _ = self._predict(seen, tokens)
         tolerance = 0.02 if rounded else 1e-3
         if ((own - mine).abs() > tolerance * own.abs().amax()).any():
             raise ValueError("its output layer does more to the logits than a bias and soft-capping")
@@ -704,31 +645,24 @@ class Agent(nn.Module):
         return part.long().clamp(0, len(self.bins) - 1).flatten(1)
 
     def save(self, folder: Path) -> None:
-        """Write what `from_pretrained` (and for adapters peft) reads, and which tokens are which actions."""
+        """Write what `from_pretrained` (for adapters: peft) reads, and which token is which action."""
         self.model.save_pretrained(folder)
         self.processor.save_pretrained(folder)
-        actions = {
-            "token_ids": self.bins.tolist(),
-            "low": self.low.tolist(),
-            "high": self.high.tolist(),
-            "chunk": self.chunk,
-        }
+        actions = {"token_ids": self.bins.tolist(), "chunk": self.chunk}
+        actions |= {"low": self.low.tolist(), "high": self.high.tolist()}
         write(folder / "actions.json", json.dumps(actions))
-        values = {name: x.cpu() for name, x in self.value_head.state_dict().items()}
-        save_file(values, folder / "value_head.safetensors")
+        save_file(self.value_head.state_dict(), folder / "value_head.safetensors")
 
 
 def export(agent: Agent, folder: Path) -> None:
     """Write the policy's folder as a whole, in place of an older one."""
-    part = folder.with_name(f".{folder.name}.part")
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(part, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
-    agent.save(part)
+    hidden = folder.with_name(f".{folder.name}")
+    shutil.rmtree(hidden, ignore_errors=True)
+    agent.save(hidden / "new")
     if folder.exists():
-        folder.rename(old)
-    part.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+        folder.rename(hidden / "old")
+    (hidden / "new").rename(folder)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def trainable(agent: nn.Module) -> dict[str, nn.Parameter]:
@@ -763,29 +697,55 @@ def vla_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The loss summed over the samples, and the sums of what is logged (LOSSES).
 
-    Decoupled PPO: the ratio that is clipped is to the proximal policy, where this update starts, and a weight makes up
-    for the data being an older one's. With nothing stale the weight is 1, and this is PPO.
+    Decoupled PPO: the ratio that is clipped is to the proximal policy, where this update starts, and
+    a weight makes up for the data being an older one's. With nothing stale it is 1, and this is PPO.
     """
     logratio = newlogprob - prox_logprob
     ratio = logratio.exp()
     behaviour = (prox_logprob - logprob).exp()
     weight = behaviour.clamp(max=cap)
-    pg_loss = weight * torch.max(-advantage * ratio, -advantage * ratio.clamp(1 - clip_coef, 1 + clip_coef_high))
+    clamped = ratio.clamp(1 - clip_coef, 1 + clip_coef_high)
+    pg_loss = weight * torch.max(-advantage * ratio, -advantage * clamped)
     v_loss = nn.functional.huber_loss(newvalue, returns, reduction="none")
     loss = pg_loss - ent_coef * entropy + vf_coef * v_loss
     clipped = ((ratio < 1 - clip_coef) | (ratio > 1 + clip_coef_high)).float()
-    logged = [pg_loss, v_loss, entropy, -logratio, (ratio - 1) - logratio, clipped, weight, (behaviour > cap).float()]
+    capped = (behaviour > cap).float()
+    logged = [pg_loss, v_loss, entropy, -logratio, (ratio - 1) - logratio, clipped, weight, capped]
     return loss.sum(), torch.stack(logged).detach().sum(1)
 
 
-LOSSES = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac"]
-LOSSES += ["behaviour_weight", "behaviour_capped"]
-LOSSES = [f"losses/{name}" for name in LOSSES]
+LOSSES = "policy_loss value_loss entropy old_approx_kl approx_kl clipfrac behaviour_weight behaviour_capped"
+LOSSES = [f"losses/{name}" for name in LOSSES.split()]
 
 
-def predict_values(agent: Agent, seen: TensorDict, any_tokens: torch.Tensor, size: int) -> torch.Tensor:
-    """The values of observations, `size` at a time. They do not depend on the tokens that are scored along."""
-    return torch.cat([agent(part, any_tokens[: len(part)])[3] for part in seen.split(size)])
+@torch.no_grad()
+def estimate(agent: Agent, rollout: "Rollout", size: int, gamma: float, gae_lambda: float):
+    """-> advantages and returns [T, N] by the proximal policy: the newest weights, not those that acted.
+
+    Its log-probabilities are added to the data. `size` samples go through the model at a time.
+    """
+    agent.eval()
+    data = rollout.data
+    batch = data.reshape(-1)
+    scored = [agent(part["obs"], part["tokens"]) for part in batch.split(size)]
+    values = torch.cat([value for _, _, _, value in scored])
+    logprob = torch.cat([logprob for _, logprob, _, _ in scored])
+
+    def predict(seen: TensorDict) -> torch.Tensor:  # values do not depend on the tokens that are scored along
+        return torch.cat([agent(part, batch["tokens"][: len(part)])[3] for part in seen.split(size)])
+
+    final_values = values * batch["truncated"]  # if the simulator gives no final observations
+    if rollout.final_seen is not None:
+        final_values[rollout.final_rows] = predict(rollout.final_seen)
+    values = values.view_as(data["reward"])
+    data["prox_logprob"] = logprob.view_as(values)
+    # CRUCIAL: k steps lie between a chunk and what follows it, fewer where the episode ended inside.
+    discount = gamma ** data["steps"]
+    advantages = compute_gae(
+        data["reward"], values, predict(rollout.next_seen), data["terminated"], data["truncated"],
+        final_values.view_as(values), discount, gae_lambda,
+    )  # fmt: skip
+    return advantages, advantages + values
 
 
 @dataclass
@@ -806,16 +766,7 @@ class Rollout:
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor in it, each made on the collector's stream."""
-        found = []
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if isinstance(value, torch.Tensor):
-                found.append(value)
-            elif isinstance(value, TensorDict):
-                found += value.values(include_nested=True, leaves_only=True)
-            elif isinstance(value, dict):
-                found += value.values()
-        return found
+        return [x for x in tree_leaves(vars(self)) if isinstance(x, torch.Tensor)]
 
 
 def collect(
@@ -823,23 +774,20 @@ def collect(
 ) -> Rollout | None:
     """A rollout of [T, N] chunks that starts at `obs`, or None once `stopped()` says so.
 
-    Chunks are executed open loop: a row whose episode ends inside one is not `active` for the rest of it.
-
-    Host syncs of its own: one per rollout, for the final observations; and with chunks of several actions one per env
-    step, to end a chunk early.
+    Chunks are executed open loop: a row whose episode ends inside one is not `active` for the rest.
+    Host syncs: one per rollout, for the final observations; with longer chunks one per env step.
     """
     N = env.num_envs
-    device = env.device
     rows = []
-    final_obs = []  # [N] for each chunk, valid where it is truncated; None if the simulator does not give them
-    episodes = torch.zeros(4, dtype=torch.float64, device=device)
+    final_obs = []  # of each chunk, valid where it is truncated; None if the simulator gives none
+    episodes = torch.zeros(4, dtype=torch.float64, device=env.device)
     metrics = {}
     seen = agent.see(obs)
     for _ in range(num_chunks):
         tokens, logprob, _, _ = agent(seen, generator=generator)
-        reward = torch.zeros(N, device=device)
-        steps = torch.zeros(N, device=device)
-        active = torch.ones(N, dtype=torch.bool, device=device)
+        reward = torch.zeros(N, device=env.device)
+        steps = torch.zeros_like(reward)
+        active = torch.ones_like(reward, dtype=torch.bool)
         terminated = torch.zeros_like(active)
         truncated = torch.zeros_like(active)
         final = obs
@@ -849,15 +797,12 @@ def collect(
             obs, step_reward, ended, cut, info = env.step(action, active)
             ended = ended & active
             cut = cut & active
-            # CRUCIAL: the rewards of the executed steps, and no others, each discounted from the chunk's first one.
+            # CRUCIAL: rewards of the executed steps alone, each discounted from the chunk's first one.
             reward = reward + gamma**steps * step_reward * active
             steps = steps + active
             terminated = terminated | ended
             truncated = truncated | cut
-            if info["final_obs"] is None:
-                final = None
-            else:
-                final = info["final_obs"].where(cut, final)
+            final = None if info["final_obs"] is None else info["final_obs"].where(cut, final)
             episodes += episode_sums(ended | cut, info["episode"])
             for name, x in info["metrics"].items():
                 metrics[name] = metrics.get(name, 0.0) + (x * active).sum()
@@ -865,16 +810,8 @@ def collect(
             if agent.chunk > 1 and not active.any():
                 break
         final_obs.append(final)
-        row = {
-            "obs": seen,
-            "tokens": tokens,
-            "logprob": logprob,
-            "reward": reward,
-            "steps": steps,
-            "terminated": terminated,
-            "truncated": truncated,
-        }
-        rows.append(TensorDict(row, [N]))
+        row = {"obs": seen, "tokens": tokens, "logprob": logprob, "reward": reward, "steps": steps}
+        rows.append(TensorDict(row | {"terminated": terminated, "truncated": truncated}, [N]))
         seen = agent.see(obs)
 
     data = torch.stack(rows)
@@ -886,15 +823,12 @@ def collect(
 
 
 def share_frozen(agent: Agent, half: torch.dtype | None = None) -> Agent:
-    """A copy with its own trained weights. CRUCIAL: on the learner's, a rollout would see them half updated.
+    """A copy with its own trained weights. CRUCIAL: a rollout would see the learner's half updated.
 
-    With `half`, the weights that autocast would cast to it are kept in it. Autocast remembers its casts of weights only
-    where they need a gradient, so a policy that only acts would cast all of them again for every token.
+    With `half`, weights that autocast would cast are kept in it. Autocast remembers its casts only of
+    weights that need a gradient: a policy that only acts would cast all of them for every token.
     """
-    kept = {}
-    for x in (*agent.parameters(), *agent.buffers()):
-        if not x.requires_grad:
-            kept[id(x)] = x
+    kept = {id(x): x for x in (*agent.parameters(), *agent.buffers()) if not x.requires_grad}
     if half is not None:
         for p in agent.cast_weights():
             kept[id(p)] = nn.Parameter(p.detach().to(half))
@@ -902,11 +836,11 @@ def share_frozen(agent: Agent, half: torch.dtype | None = None) -> Agent:
 
 
 class Collector:
-    """Makes rollouts in a thread of its own, with a private policy, private envs and a private generator.
+    """Makes rollouts in a thread, with a policy, envs and a generator that nothing else uses.
 
-    Rollouts are numbered from 0 over the whole run. Number n starts when n <= version + max_staleness, where version
-    is how many updates the newest weights have seen: at most max_staleness + 1 rollouts are under way or wait to be
-    used, none is dropped and none is used twice. A pause adds: and when n < pause_number.
+    Rollout n (from 0, over the whole run) starts when n <= version + max_staleness and n < pause_at,
+    where version is how many updates the newest weights have seen. So at most max_staleness + 1 are
+    under way or wait to be used, none is dropped and none is used twice.
 
     The thread makes no collective and touches no tracker, no accelerator and no env but its own.
     """
@@ -918,10 +852,7 @@ class Collector:
         self.env = env
         self.generator = generator
         self.args = args
-        self.obs = None
         self.version = 0
-        self.started = 0
-        self.pause_number = math.inf
         self.queue = deque()
         self.error = None
         self.stopping = False
@@ -939,18 +870,23 @@ class Collector:
         self.publish(agent)
         self.thread.start()
 
-    def publish(self, agent: Agent) -> None:
-        """Give the thread new weights, for the rollouts that start from now on."""
+    def publish(self, agent: Agent, pause_at: float = math.inf) -> None:
+        """Give the thread new weights, for the rollouts that start from now on.
+
+        Rollout `pause_at` does not start before the next call. Once the one before it has been used,
+        the thread and its env are at rest.
+        """
         with self.lock, torch.no_grad():
             if self.loaded:
                 torch.cuda.current_stream().wait_event(self.loaded)
             torch._foreach_copy_(self.snapshot, list(trainable(agent).values()))
             self.copied = torch.cuda.current_stream().record_event() if self.stream else None
             self.version += 1
+            self.pause_at = pause_at
             self.lock.notify_all()
 
     def next_rollout(self) -> Rollout:
-        """The oldest unused rollout, after waiting for it if need be; raises what went wrong in the thread."""
+        """Wait for the oldest unused rollout; raise what went wrong in the thread."""
         with self.lock:
             self.lock.wait_for(lambda: self.queue or self.error)
             if self.error:
@@ -959,22 +895,10 @@ class Collector:
         if self.stream:
             stream = torch.cuda.current_stream()
             stream.wait_event(rollout.ready)
-            # CRUCIAL: without it the allocator may reuse their memory while this stream still reads them.
+            # CRUCIAL: else the allocator may reuse their memory while this stream still reads them.
             for tensor in rollout.tensors():
                 tensor.record_stream(stream)
         return rollout
-
-    def pause_before(self, number: int) -> None:
-        """Start no rollout from this number on. Once number - 1 has been used, the thread and its env are at rest."""
-        with self.lock:
-            self.pause_number = number
-            self.lock.notify_all()
-
-    def resume(self) -> None:
-        """End a pause."""
-        with self.lock:
-            self.pause_number = math.inf
-            self.lock.notify_all()
 
     def __enter__(self) -> "Collector":
         return self
@@ -987,18 +911,12 @@ class Collector:
         if self.thread.ident:
             self.thread.join(self.args.timeout)
 
-    def _may_start(self) -> bool:
-        # CRUCIAL: this pace, rather than a bound on the queue, is what keeps staleness below its limit.
-        in_pace = self.started <= self.version + self.args.max_staleness
-        return in_pace and self.started < self.pause_number
-
     def _run(self) -> None:
         try:
-            # Autocast and the current stream belong to a thread: those of the main one do not hold here.
+            # Autocast and the current stream are a thread's own: the main one's do not hold here.
             half = HALF[self.args.mixed_precision]
             autocast = torch.autocast(self.env.device.type, dtype=half, enabled=half is not None)
-            stream = torch.cuda.stream(self.stream) if self.stream else nullcontext()
-            with torch.no_grad(), autocast, stream:
+            with torch.no_grad(), autocast, torch.cuda.stream(self.stream):
                 while self._collect_one():
                     pass
         except BaseException as error:
@@ -1006,13 +924,17 @@ class Collector:
                 self.error = error
                 self.lock.notify_all()
 
+    def _may_start(self) -> bool:
+        # CRUCIAL: this pace, not a bound on the queue, keeps staleness below its limit.
+        return self.started <= self.version + self.args.max_staleness and self.started < self.pause_at
+
     def _collect_one(self) -> bool:
         begin = time.perf_counter()
         with self.lock:
             self.lock.wait_for(lambda: self.stopping or self._may_start())
             if self.stopping:
                 return False
-            # CRUCIAL: weights change here, between two rollouts, and with the lock held: all are of one version.
+            # CRUCIAL: between two rollouts and with the lock held, so that all are of one version.
             if self.copied:
                 self.stream.wait_event(self.copied)
             torch._foreach_copy_(self.weights, self.snapshot)
@@ -1021,8 +943,9 @@ class Collector:
             self.started += 1
         start = time.perf_counter()
         rollout = collect(
-            self.agent, self.env, self.obs, self.args.num_chunks, self.args.gamma, self.generator, lambda: self.stopping
-        )
+            self.agent, self.env, self.obs, self.args.num_chunks, self.args.gamma, self.generator,
+            lambda: self.stopping,
+        )  # fmt: skip
         if rollout is None:
             return False
         self.obs = rollout.obs
@@ -1055,40 +978,37 @@ def episode_means(prefix: str, sums: list[float]) -> dict[str, float]:
 def evaluate_policy(
     agent: Agent, env: envs.VecEnv, accelerator: Accelerator, video: Path | None, batch: int, shift: int = 0
 ) -> dict[str, float]:
-    """One deterministic episode in each env of every rank; with `shift`, with the wrong instruction."""
+    """One deterministic episode in each env of every rank; with `shift`, told the wrong thing."""
     agent.eval()
     obs = env.reset()
     active = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     sums = torch.zeros(4, dtype=torch.float64, device=env.device)
     frames = []
-    tasks = [env.instructions[i] for i in obs["instruction"].tolist()]
     while active.any():
-        rows = active.nonzero().squeeze(1)
-        shown = obs[rows]
+        shown = obs[active]
         shown["instruction"] = (shown["instruction"] + shift) % len(env.instructions)
         tokens = [agent(agent.see(part), deterministic=True)[0] for part in shown.split(batch)]
         actions = torch.zeros(env.num_envs, agent.chunk, agent.size, device=env.device)
-        actions[rows] = agent.actions(torch.cat(tokens))
+        actions[active] = agent.actions(torch.cat(tokens))
         for action in actions.unbind(1):
             if env.render_rows and video:
-                add_frame(frames, label(env.render(), tasks), active)
+                add_frame(frames, label(env, obs), active)
             obs, _, terminated, truncated, info = env.step(action, active)
             ended = (terminated | truncated) & active
             sums += episode_sums(ended, info["episode"])
             active = active & ~ended
     if frames:
-        save_video([frame for frame in frames for _ in range(4)], video)  # episodes are short: show them slowly
+        save_video([frame for frame in frames for _ in range(4)], video)  # slowly: episodes are short
     totals = exchange(accelerator, {"episodes": sums})["episodes"].sum(0).tolist()
     return episode_means("eval", totals) | {"eval/episodes": totals[0]}
 
 
-def label(frames: torch.Tensor, texts: list[str]) -> torch.Tensor:
-    """Write a line of text under each picture of [n, H, W, 3]."""
+def label(env: envs.VecEnv, obs: TensorDict) -> torch.Tensor:
+    """What the env renders, [n, H, W, 3], with its instruction under each picture."""
     labelled = []
-    for frame, text in zip(frames.cpu(), texts):
-        image = Image.new("RGB", (frame.shape[1], frame.shape[0] + 14), "white")
-        image.paste(Image.fromarray(frame.numpy()))
-        ImageDraw.Draw(image).text((2, frame.shape[0] + 1), text, fill="black", font_size=9)
+    for frame, number in zip(env.render().cpu(), obs["instruction"].tolist()):
+        image = ImageOps.expand(Image.fromarray(frame.numpy()), (0, 0, 0, 14), "white")
+        ImageDraw.Draw(image).text((2, len(frame) + 1), env.instructions[number], "black", font_size=9)
         labelled.append(torch.from_numpy(np.array(image)))
     return torch.stack(labelled)
 
@@ -1109,8 +1029,8 @@ def save_video(frames: list[torch.Tensor], path: Path) -> None:
 
 
 @torch.no_grad()
-def demonstrate(agent: Agent, env: envs.VecEnv, noise: float = 0.5) -> tuple[TensorDict, torch.Tensor]:
-    """One episode of the expert in each env: the observations, and the tokens of what it would do from there.
+def demonstrate(agent: Agent, env: envs.VecEnv) -> tuple[TensorDict, torch.Tensor]:
+    """An episode of the expert in each env: observations, and the tokens of what it would do there.
 
     Its actions are executed with noise, so that it also shows how to recover.
     """
@@ -1118,23 +1038,20 @@ def demonstrate(agent: Agent, env: envs.VecEnv, noise: float = 0.5) -> tuple[Ten
     active = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     generator = torch.Generator(env.device).manual_seed(DEMO_SEED)
     observations = []
-    labels = []
-    running = []
+    actions = []
     while active.any():
         action = env.expert_action()
-        observations.append(obs.select("rgb", "instruction"))
-        running.append(active)
-        labels.append(action * active[:, None])  # after the end: nothing
-        shaken = action + noise * torch.randn(action.shape, generator=generator, device=env.device)
-        obs, _, terminated, truncated, _ = env.step(shaken, active)
+        observations.append(obs.select("rgb", "instruction").set("active", active))
+        actions.append(action * active[:, None])  # after the end: nothing
+        noise = 0.5 * torch.randn(action.shape, generator=generator, device=env.device)
+        obs, _, terminated, truncated, _ = env.step(action + noise, active)
         active = active & ~(terminated | truncated)
-    labels += [torch.zeros_like(labels[0])] * (agent.chunk - 1)
-    chunks = []
-    for t in range(len(observations)):
-        chunks.append(torch.stack(labels[t : t + agent.chunk], 1))
-    rows = torch.stack(running).view(-1)
-    tokens = agent.tokens(torch.cat(chunks))
-    return torch.cat(observations)[rows], tokens[rows]
+    actions += [torch.zeros_like(action)] * (agent.chunk - 1)
+    chunks = torch.stack(actions).unfold(0, agent.chunk, 1)  # [T, N, size, chunk]
+    tokens = agent.tokens(chunks.transpose(2, 3).flatten(0, 1))
+    observations = torch.cat(observations)
+    rows = observations.pop("active")
+    return observations[rows], tokens[rows]
 
 
 def make_envs(args: Args, accelerator: Accelerator, **options) -> tuple[envs.VecEnv, envs.VecEnv]:
@@ -1343,49 +1260,46 @@ def frozen_checksum(agent: Agent) -> float:
 
 
 def load_trained(agent: Agent, checkpoint: Checkpoint, args: Args) -> None:
-    about = checkpoint.about["args"]
-    names = ["env_id", "model_path", "action_bins", "action_chunk", "lora_rank"]  # what the weights depend on
+    folder = checkpoint.folder
+    names = ["env_id", "model_path", "action_bins", "action_chunk", "lora_rank"]
     if args.lora_rank:
         names.append("mixed_precision")  # in which the frozen weights are kept
     for name in names:
-        old = about.get(name)
+        old = checkpoint.about["args"].get(name)
         new = getattr(args, name)
         if old != new:
-            fail(f"{checkpoint.folder} was trained with {name} = {old}, not {new}: set {option(name)} to match it")
-    frozen = checkpoint.trainer.get("frozen", checkpoint.about.get("frozen"))
-    if frozen != frozen_checksum(agent):
-        fail(f"{checkpoint.folder} was trained on other weights than those that --model-path {args.model_path} has now")
+            fail(f"{folder} was trained with {name} = {old}, not {new}: set {option(name)} to match it")
+    if checkpoint.trainer.get("frozen") != frozen_checksum(agent):
+        model = f"--model-path {args.model_path}"
+        fail(f"{folder} was trained on other weights than those that {model} has now")
     own = {name: p.shape for name, p in trainable(agent).items()}
     if own != {name: x.shape for name, x in checkpoint.model.items()}:
-        fail(f"{checkpoint.folder} does not fit this model: other weights were trained, or of another shape")
+        fail(f"{folder} does not fit this model: other weights were trained, or of another shape")
     agent.load_state_dict(checkpoint.model, strict=False)
 
 
 def open_model(args: Args, accelerator: Accelerator, env: envs.VecEnv) -> Agent:
     """The policy from --model-path on the env's device, the same on every rank."""
-    path = Path(args.output_dir) / f"tiny_{args.seed}" if args.model_path == "tiny" else args.model_path
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    with together() as errors:
-        if args.model_path == "tiny" and accelerator.is_main_process and not path.exists():
-            part = path.with_name(f".{path.name}.{os.getpid()}")
-            try:
-                make_tiny(part, args.seed)
-                part.rename(path)
-            finally:
-                shutil.rmtree(part, ignore_errors=True)
-    if errors and not os.path.exists(path):  # if it does by now, another run was quicker
-        fail(f"cannot write {path}: {errors[0]}; choose another --output-dir")
+    path = args.model_path
+    if path == "tiny":
+        path = f"{args.output_dir}/tiny_{args.seed}"
+        with together() as errors:
+            if accelerator.is_main_process and not os.path.exists(path):
+                make_tiny(Path(path), args.seed)
+        if errors and not os.path.exists(path):  # if it does by now, another run was quicker
+            fail(f"cannot write {path}: {errors[0]}; choose another --output-dir")
     with together() as errors:
         config = AutoConfig.from_pretrained(path)
         if type(config) not in AutoModelForImageTextToText._model_mapping:
-            raise ValueError(f"it is a {config.model_type} model, which takes no pictures and answers in words")
+            raise ValueError(f"it is a {config.model_type} model, which takes no pictures")
         torch.manual_seed(args.seed)  # the same value head and adapters on every rank
         # CRUCIAL: on the env's device from here on; the check below runs on the env's observations.
-        agent = Agent(env, str(path), args).to(env.device).eval()
+        agent = Agent(env, path, args).to(env.device).eval()
         obs = env.reset()[:2]
         agent.check(obs, HALF[args.mixed_precision])
-        # A backward that counts for nothing tells which weights take part: DDP waits for a gradient of each.
+        # A backward tells which weights take part: DDP would wait for the gradients of all others.
         tokens = torch.zeros(2, agent.chunk * agent.size, dtype=torch.int64, device=env.device)
         sum(x.sum() for x in agent(agent.see(obs), tokens)[1:]).backward()
         for p in agent.parameters():
@@ -1393,9 +1307,9 @@ def open_model(args: Args, accelerator: Accelerator, env: envs.VecEnv) -> Agent:
         agent.zero_grad()
     if errors:
         fail(f"cannot use --model-path {args.model_path}: {errors[0]}")
-    if agent.pictures is None:
+    if not agent.pictures.in_torch:
         name = type(agent.processor.image_processor).__name__
-        accelerator.print(f"pictures are prepared on the CPU, one by one, by {name}: no equal of it in torch")
+        accelerator.print(f"pictures are prepared on the CPU, one by one, by {name}")
     return agent
 
 
@@ -1676,9 +1590,7 @@ class Run:
 def main(args: Args) -> None:
     # ---- Set up
     check_args(args)
-    check_model(args)
     accelerator = launch(args)
-    rank = accelerator.process_index
     world = accelerator.num_processes
     device = accelerator.device
     torch.set_num_threads(args.torch_threads)
@@ -1702,18 +1614,18 @@ def main(args: Args) -> None:
     parameters = policy + value_head
     groups = [{"params": policy}, {"params": value_head}]
     optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True)
-    inference = share_frozen(agent, HALF[args.mixed_precision])  # before `prepare`, which patches `forward` in place
+    # Before `prepare`, which patches `forward` in place.
+    inference = share_frozen(agent, HALF[args.mixed_precision])
     next_obs = env.reset()
-    chunks = args.num_envs * args.num_chunks
-    any_tokens = torch.zeros(chunks, agent.chunk * agent.size, dtype=torch.int64, device=device)
-    model, optimizer, adam = prepare(accelerator, agent, optimizer, agent.see(next_obs[:1]), any_tokens[:1])
-    seed = args.seed + 1_000_003 * (rank + 1)  # other actions and minibatches on every rank
+    seen = agent.see(next_obs[:1])
+    tokens = torch.zeros(1, agent.chunk * agent.size, dtype=torch.int64, device=device)
+    model, optimizer, adam = prepare(accelerator, agent, optimizer, seen, tokens)
+    seed = args.seed + 1_000_003 * (accelerator.process_index + 1)  # other actions on every rank
     torch.manual_seed(seed)
     generator = torch.Generator(device).manual_seed(seed)
 
     # ---- Resume
     progress = Progress(learning_rate=args.learning_rate)
-    resumed = checkpoint is not None
     if checkpoint:
         changed = run.resume(checkpoint, progress, optimizer)
         local = checkpoint.local
@@ -1738,7 +1650,7 @@ def main(args: Args) -> None:
     accelerator.print("{:,} of {:,} parameters are trained".format(*sizes.values()))
 
     # ---- Cloning: the model learns to act from a few demonstrations
-    if args.bc_updates and not resumed:
+    if args.bc_updates and progress.iteration == 0:
         demo_env = envs.make(args.env_id, args.bc_episodes, device=device, seed=DEMO_SEED)
         demo_obs, labels = demonstrate(agent, demo_env)
         agent.train(args.gradient_checkpointing)
@@ -1747,35 +1659,36 @@ def main(args: Args) -> None:
                 group["lr"] = args.bc_learning_rate * (1.0 - update / args.bc_updates)
             rows = torch.randint(len(labels), (args.bc_batch,), device=device)
             _, logprob, _, value = model(agent.see(demo_obs[rows]), labels[rows])
-            accelerator.backward(0.0 * value.sum() - logprob.mean())
+            loss = -logprob.mean()
+            accelerator.backward(loss + 0.0 * value.sum())
             norm = accelerator.clip_grad_norm_(parameters, args.max_grad_norm)
             adam.found_inf = (~norm.isfinite()).float()
             adam.step()
             adam.zero_grad()
             if update + 1 == args.bc_updates or time.time() > run.last_print + 5:
                 run.last_print = time.time()
-                accelerator.print(f"cloning {update + 1}/{args.bc_updates}  loss {-logprob.mean().item():.3f}")
+                accelerator.print(f"cloning {update + 1}/{args.bc_updates}  loss {loss.item():.3f}")
         optimizer.optimizer.state.clear()
-        scores = evaluate_policy(agent, eval_env, accelerator, run.folder / "videos" / "step_0.gif", args.num_envs)
+        video = run.folder / "videos" / "step_0.gif"
+        scores = evaluate_policy(agent, eval_env, accelerator, video, args.num_envs)
         accelerator.print(f"cloned: {show(scores)}")
         run.log(scores, progress)
 
-    samples = world * args.num_envs * args.num_chunks
     size = args.num_envs * args.num_chunks // args.num_minibatches  # of a minibatch, on each rank
+    samples = world * args.num_envs * args.num_chunks
     skipped_in_a_row = torch.zeros((), device=device)
     most_stale = 0
-    # Evaluating, saving and ending need the collector at rest and its queue empty. It is asked to pause as soon as one
-    # of them is due. No rank can have started a rollout that iteration + max_staleness does not use: all of them pause
-    # after that iteration, and nothing is lost.
-    pause_at = None  # the iteration after which the collector is at rest
-    paused_step = progress.global_step  # env steps at the last pause
-    finished = progress.global_step >= args.total_timesteps
-    stopping = False
     log = {}
+    # Evaluating, saving and ending need the collector at rest and its queue empty. When one of them is
+    # due, no rank has started a rollout that iteration + max_staleness does not use: all ranks pause
+    # after that iteration, and nothing is lost.
+    pause_at = math.inf
+    paused_step = progress.global_step  # env steps at the last pause
+    running = progress.global_step < args.total_timesteps
     with Collector(inference, env, generator, args) as collector:
-        if not finished:
+        if running:
             collector.start(agent, next_obs, progress.iteration)
-        while pause_at is not None or not (finished or stopping):
+        while running:
             progress.iteration += 1
             iteration_start = time.perf_counter()
             decay = 1.0
@@ -1785,61 +1698,35 @@ def main(args: Args) -> None:
             optimizer.param_groups[0]["lr"] = progress.learning_rate
             optimizer.param_groups[1]["lr"] = args.value_learning_rate * decay
 
-            # ---- Rollout: the thread's next one
+            # ---- Rollout: the thread's next one, judged by the weights that this update starts from
             rollout = collector.next_rollout()
             learner_wait = time.perf_counter() - iteration_start
-            stale = progress.iteration - 1 - rollout.version
-            data = rollout.data
-            batch = data.reshape(-1)
-
-            # ---- Advantages, by the proximal policy: the newest weights, which this update starts from
-            with torch.no_grad():
-                agent.eval()
-                scored = [agent(part["obs"], part["tokens"]) for part in batch.split(size)]
-                batch["prox_logprob"] = torch.cat([logprob for _, logprob, _, _ in scored])
-                values = torch.cat([value for _, _, _, value in scored])
-                next_value = predict_values(agent, rollout.next_seen, any_tokens, size)
-                final_values = values * batch["truncated"]  # if the simulator gives no final observations
-                if rollout.final_seen is not None:
-                    final_values[rollout.final_rows] = predict_values(agent, rollout.final_seen, any_tokens, size)
-                values = values.view_as(data["reward"])
-                final_values = final_values.view_as(values)
-                # CRUCIAL: k steps lie between a chunk and what follows it, fewer where the episode ended inside.
-                discount = args.gamma ** data["steps"]
-                advantages = compute_gae(
-                    data["reward"], values, next_value, data["terminated"], data["truncated"], final_values,
-                    discount, args.gae_lambda,
-                )  # fmt: skip
-                returns = advantages + values
-                seen = (data["reward"], final_values, next_value)
-                finite = torch.stack([x.isfinite().all() for x in seen]).all()
+            advantages, returns = estimate(agent, rollout, size, args.gamma, args.gae_lambda)
 
             # ---- Exchange what all ranks must know of each other
-            mine = {"steps": data["steps"].sum(), "broken": ~finite, "stop": bool(run.signals)}
-            mine["advantages"] = sum_and_square(advantages)
-            mine["returns"] = sum_and_square(returns)
-            mine["episodes"] = rollout.episodes
-            ranks = exchange(accelerator, mine)
-            run.check_finite(ranks["broken"], progress.iteration)
+            mine = {"advantages": sum_and_square(advantages), "returns": sum_and_square(returns)}
+            mine |= {"steps": rollout.data["steps"].sum(), "episodes": rollout.episodes}
+            ranks = exchange(accelerator, mine | {"stop": bool(run.signals)})
+            run.check_finite(~ranks["advantages"].isfinite().all(1), progress.iteration)
             sums = {name: x.sum(0) for name, x in ranks.items()}
             steps = int(sums["steps"])
             progress.global_step += steps
-            finished = progress.global_step >= args.total_timesteps
-            stopping = stopping or bool(sums["stop"])
             mean, var = mean_and_var(sums["advantages"], samples)
             return_var = mean_and_var(sums["returns"], samples)[1]
+            finished = progress.global_step >= args.total_timesteps
+            stopping = bool(sums["stop"])
             evaluating = due(args.eval_interval, paused_step, progress.global_step)
             saving = due(args.save_interval, paused_step, progress.global_step)
-            if pause_at is None and (finished or stopping or evaluating or saving):
-                pause_at = progress.iteration + args.max_staleness
-                collector.pause_before(pause_at)
+            if finished or stopping or evaluating or saving:
+                pause_at = min(pause_at, progress.iteration + args.max_staleness)
 
             # ---- Update
             agent.train(args.gradient_checkpointing)
             if args.norm_adv:
                 advantages = (advantages - mean) / (math.sqrt(var) + 1e-8)
-            batch["advantage"] = advantages.view(-1)
-            batch["return"] = returns.view(-1)
+            rollout.data["advantage"] = advantages
+            rollout.data["return"] = returns
+            batch = rollout.data.reshape(-1)
             losses = torch.zeros(len(LOSSES), dtype=torch.float64, device=device)
             grad_norms = torch.zeros((), device=device)
             skipped = torch.zeros((), device=device)
@@ -1860,15 +1747,15 @@ def main(args: Args) -> None:
                                 args.clip_coef, args.clip_coef_high, args.behaviour_weight_cap,
                                 args.ent_coef, args.vf_coef,
                             )  # fmt: skip
-                            # All ranks hold as many samples: the mean over ranks is the mean over all of them.
+                            # All ranks hold as many samples: the mean over ranks is that of all.
                             accelerator.backward(loss / size)
                         epoch_losses += part_losses
-                    if progress.iteration <= args.value_warmup:  # the value head alone, nothing for Adam to remember
-                        for p in policy:
+                    if progress.iteration <= args.value_warmup:
+                        for p in policy:  # not trained yet, and nothing for Adam to remember
                             p.grad = None
                     norm = accelerator.clip_grad_norm_(parameters, args.max_grad_norm)
-                    # CRUCIAL: after the all-reduce a NaN is on every rank, and the fused Adam skips its step where this
-                    # is 1: on all of them together, and without a host sync.
+                    # CRUCIAL: after the all-reduce a NaN is on every rank, and the fused Adam skips its
+                    # step where this is 1: on all of them together, and without a host sync.
                     adam.found_inf = (~norm.isfinite()).float()
                     adam.step()
                     adam.zero_grad()
@@ -1878,20 +1765,21 @@ def main(args: Args) -> None:
                 losses += epoch_losses
                 if args.target_kl:
                     # CRUCIAL: the KL of all ranks, so that all of them stop together.
-                    kl_sum = accelerator.reduce(epoch_losses, "sum")[LOSSES.index("losses/approx_kl")]
-                    if kl_sum.item() / samples > args.target_kl:
+                    kl = accelerator.reduce(epoch_losses, "sum")[LOSSES.index("losses/approx_kl")]
+                    if kl.item() / samples > args.target_kl:
                         break
             progress.steps_trained += steps * epochs
-            train_seconds = time.perf_counter() - iteration_start - learner_wait
 
             # ---- Metrics, means over ranks
             metrics = dict(zip(LOSSES, losses * world / (samples * epochs)))
             metrics["losses/grad_norm"] = grad_norms / (epochs * args.num_minibatches)
             metrics["losses/skipped_updates"] = skipped
-            metrics |= {"time/collect": rollout.seconds, "time/collector_wait": rollout.wait}
-            metrics |= {"time/train": train_seconds, "time/learner_wait": learner_wait}
-            metrics |= {"charts/staleness": stale, "charts/queue_length": len(collector.queue)}
+            metrics["charts/staleness"] = progress.iteration - 1 - rollout.version
+            metrics["charts/queue_length"] = len(collector.queue)
             metrics["charts/memory_gb"] = peak_memory(device)
+            metrics["time/train"] = time.perf_counter() - iteration_start - learner_wait
+            metrics |= {"time/learner_wait": learner_wait, "time/collector_wait": rollout.wait}
+            metrics["time/collect"] = rollout.seconds
             for name in run.metric_names(rollout.metrics):
                 metrics[f"env/{name}"] = rollout.metrics.get(name, 0.0) * world / steps
             check = 0.0
@@ -1899,19 +1787,19 @@ def main(args: Args) -> None:
                 check = checksum(parameters)
             ranks = exchange(accelerator, metrics | {"checksum": check, "skipped": skipped_in_a_row})
             run.check_ranks(ranks.pop("checksum"), int(ranks.pop("skipped")[0]), progress.iteration)
-            log = {name: x.mean().item() for name, x in ranks.items()} | sizes
             most_stale = max(most_stale, int(ranks["charts/staleness"].max()))
-            log["charts/staleness_max"] = most_stale
-            log["charts/policy_version"] = progress.iteration
+            log = {name: x.mean().item() for name, x in ranks.items()} | sizes
+            log |= {"charts/staleness_max": most_stale, "charts/policy_version": progress.iteration}
             log["charts/minibatch_size"] = samples / args.num_minibatches
             log["losses/explained_variance"] = 1.0 - var / max(return_var, 1e-12)
             log |= progress.count_episodes(sums["episodes"].tolist())
             log |= run.speed(steps, time.perf_counter() - iteration_start)
 
-            # ---- Evaluate and save, with the collector at rest: `collector.obs` and its env can be read
+            # ---- Evaluate and save, with the collector at rest: its env and obs can be read
             if progress.iteration == pause_at:
-                pause_at = None
+                pause_at = math.inf
                 paused_step = progress.global_step
+                running = not (finished or stopping)
                 improved = False
                 if finished or (evaluating and not stopping):
                     eval_start = time.perf_counter()
@@ -1923,8 +1811,8 @@ def main(args: Args) -> None:
                     misled = evaluate_policy(agent, eval_env, accelerator, None, args.num_envs, shift=1)
                     log["eval/success_rate_wrong_instruction"] = misled.get("eval/success_rate", math.nan)
                 trainer = {"optimizer": optimizer.optimizer.state_dict(), "frozen": frozen}
-                local = {"env": env.state_dict(), "obs": dict(collector.obs.items())}
-                local["generator"] = generator.get_state()
+                local = {"env": env.state_dict(), "generator": generator.get_state()}
+                local["obs"] = dict(collector.obs.items())
                 run.save(progress, trainable(agent), trainer, local, improved)
                 with together() as errors:
                     if improved and accelerator.is_main_process:
@@ -1932,10 +1820,8 @@ def main(args: Args) -> None:
                 if errors:
                     fail(f"cannot write {run.folder / 'policy'}: {errors[0]}; the checkpoint is saved")
             run.log(log, progress)
-            if pause_at is not None or not (finished or stopping):
-                collector.publish(agent)
-                if pause_at is None:
-                    collector.resume()
+            if running:
+                collector.publish(agent, pause_at)
 
     # ---- Finish
     run.finish(log, progress)
