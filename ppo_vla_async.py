@@ -1269,7 +1269,8 @@ def load_trained(agent: Agent, checkpoint: Checkpoint, args: Args) -> None:
         new = getattr(args, name)
         if old != new:
             fail(f"{folder} was trained with {name} = {old}, not {new}: set {option(name)} to match it")
-    if checkpoint.trainer.get("frozen") != frozen_checksum(agent):
+    frozen = checkpoint.trainer.get("frozen", checkpoint.about.get("frozen"))  # where older ones keep it
+    if frozen != frozen_checksum(agent):
         model = f"--model-path {args.model_path}"
         fail(f"{folder} was trained on other weights than those that {model} has now")
     own = {name: p.shape for name, p in trainable(agent).items()}
