@@ -31,7 +31,7 @@ import uuid
 import warnings
 from collections import deque
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
@@ -62,7 +62,8 @@ import envs
 
 EVAL_SEED = 2**31 - 1  # of evaluation: always the same episodes, which training never sees
 DEMO_SEED = 2**31 - 2  # of demonstrations: a fixed set, whatever the seed of the run
-PACKAGES = ("torch", "accelerate", "tensordict", "gymnasium", "transformers", "peft")  # whose versions are recorded
+PACKAGES = ("torch", "accelerate", "tensordict", "gymnasium", "transformers", "peft")
+VERSIONS = {name: version(name) for name in PACKAGES}
 MAX_SKIPPED = 8  # updates in a row with NaN gradients before the run gives up
 HALF = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # what autocast casts to
 
@@ -225,12 +226,9 @@ def launch(args: Args) -> Accelerator:
     # Buffers are equal by construction: broadcasting them would cost a collective per forward.
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
-    accelerator = Accelerator(
-        # CRUCIAL: without it torchrun on a machine without GPUs gives runs that share no gradients.
-        cpu=on_cpu,
-        mixed_precision=args.mixed_precision,
-        kwargs_handlers=[ddp, InitProcessGroupKwargs(**group)],
-    )
+    handlers = [ddp, InitProcessGroupKwargs(**group)]
+    # CRUCIAL: without cpu=True torchrun on a machine without GPUs gives runs that share no gradients.
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision=args.mixed_precision, kwargs_handlers=handlers)
     if accelerator.num_processes != world:
         fail(f"{world} processes were started, but {accelerator.num_processes} found each other: {advice}")
     return accelerator
@@ -239,9 +237,8 @@ def launch(args: Args) -> Accelerator:
 def name_attempt(store, rank: int, world: int) -> str:
     """A name for this attempt that all ranks share and no earlier attempt had.
 
-    Torchrun counts restarts on each node alone, so its count will not do. Every process writes a
-    name of its own, and then all the names it reads. Once all ranks have written the same names,
-    none is of an earlier attempt: those processes were dead before the new names were made.
+    Each torchrun counts restarts for itself, so its count will not do. Every process writes a name,
+    and then all the names it reads. Once all have read the same, none is of a dead process.
     """
     store.set(f"name_{rank}", uuid.uuid4().hex)
     while True:
@@ -253,17 +250,19 @@ def name_attempt(store, rank: int, world: int) -> str:
 
 
 @contextmanager
-def together():
-    """Try something on every rank. The list it yields will hold the errors of all of them."""
+def together(before: str = "", after: str = "", fatal: bool = True):
+    """What fails in this block on any rank ends the run on all of them, or is in the list that it yields."""
     errors = []
     try:
         yield errors
     except Exception as error:
         errors.append(str(error).split("\n")[0])
-        if not isinstance(error, (ValueError, OSError, RuntimeError, ImportError)):
-            traceback.print_exc()
+        if isinstance(error, (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)):
+            traceback.print_exc()  # a mistake in the code: one line would not tell where
     # CRUCIAL: every rank must reach this gather, whatever happened to it.
     errors[:] = gather_object(errors)
+    if errors and fatal:
+        fail(f"{before}{errors[0]}{after}")
 
 
 def exchange(accelerator: Accelerator, values: dict) -> dict[str, torch.Tensor]:
@@ -992,14 +991,18 @@ def evaluate_policy(
         actions[active] = agent.actions(torch.cat(tokens))
         for action in actions.unbind(1):
             if env.render_rows and video:
-                add_frame(frames, label(env, obs), active)
+                frame = label(env, obs)
+                if frames:  # an episode that has ended stays as it was
+                    ended = ~active[: len(frame)].cpu()
+                    frame[ended] = frames[-1][ended]
+                frames.append(frame)
             obs, _, terminated, truncated, info = env.step(action, active)
             ended = (terminated | truncated) & active
             sums += episode_sums(ended, info["episode"])
             active = active & ~ended
     if frames:
         save_video([frame for frame in frames for _ in range(4)], video)  # slowly: episodes are short
-    totals = exchange(accelerator, {"episodes": sums})["episodes"].sum(0).tolist()
+    totals = accelerator.reduce(sums, "sum").tolist()
     return episode_means("eval", totals) | {"eval/episodes": totals[0]}
 
 
@@ -1013,18 +1016,10 @@ def label(env: envs.VecEnv, obs: TensorDict) -> torch.Tensor:
     return torch.stack(labelled)
 
 
-def add_frame(frames: list[torch.Tensor], frame: torch.Tensor, active: torch.Tensor) -> None:
-    """Append a frame [n, H, W, 3] in which envs whose episodes have ended stay as they were."""
-    if frames:
-        ended = ~active[: len(frame)].to(frame.device)
-        frame[ended] = frames[-1][ended]
-    frames.append(frame)
-
-
 def save_video(frames: list[torch.Tensor], path: Path) -> None:
     """Frames of [n, H, W, 3], the n side by side, as a GIF."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    images = [Image.fromarray(torch.cat(list(frame.cpu()), dim=1).numpy()) for frame in frames]
+    images = [Image.fromarray(torch.cat(list(frame), dim=1).numpy()) for frame in frames]
     images[0].save(path, save_all=True, append_images=images[1:], duration=40, loop=0)
 
 
@@ -1068,13 +1063,11 @@ def make_envs(args: Args, accelerator: Accelerator, **options) -> tuple[envs.Vec
     if args.capture_video and accelerator.is_main_process:
         render = 4 if embedded else 1
     make = partial(envs.make, args.env_id, device=accelerator.device)
-    with together() as errors:
+    with together():
         eval_env = make(num_envs=mine, seed=EVAL_SEED, first_env=first, render=render)
         # CRUCIAL: seeded by the global index of each env: with seed + rank, ranks would share most initial states.
         first = rank * args.num_envs
         env = make(num_envs=args.num_envs, seed=args.seed, first_env=first, **options)
-    if errors:
-        fail(errors[0])
     return env, eval_env
 
 
@@ -1093,7 +1086,7 @@ def prepare(accelerator: Accelerator, agent: nn.Module, optimizer: torch.optim.O
 
 
 def show(scores: dict[str, float]) -> str:
-    return ", ".join(f"{name} {x:.4g}" for name, x in scores.items())
+    return ", ".join(f"{name} {x:.6g}" for name, x in scores.items())
 
 
 def due(interval: int, before: int, after: int) -> bool:
@@ -1148,8 +1141,9 @@ def write(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def process_name(pid: int) -> str:
-    """Host, number and start of a process: no other one has all three."""
+def launcher_name() -> str:
+    """Host, number and start of the process that started this one: no other one has all three."""
+    pid = os.getppid()
     started = psutil.Process(pid).create_time()
     stat = Path(f"/proc/{pid}/stat")
     if stat.exists():  # in ticks since boot, which no change of the wall clock can move
@@ -1182,11 +1176,11 @@ class Progress:
     def improve(self, scores: dict[str, float]) -> bool:
         """Whether this evaluation is the best so far."""
         score = [scores.get("eval/success_rate", 0.0), scores.get("eval/episodic_return", -math.inf)]
-        if self.best is not None and score <= self.best:
-            return False
-        self.best = score
-        self.best_step = self.global_step
-        return True
+        improved = self.best is None or score > self.best
+        if improved:
+            self.best = score
+            self.best_step = self.global_step
+        return improved
 
 
 @dataclass
@@ -1207,43 +1201,28 @@ def find_checkpoints(path: Path, pointer: str) -> list[Path]:
     folder = path / "checkpoints"
     named = (folder / pointer).read_text() if (folder / pointer).exists() else None
     found = [p for p in folder.glob("step_*") if p.name.removeprefix("step_").isdigit()]
-    found.sort(key=lambda p: (p.name == named, step_of(p)), reverse=True)
-    return found
+    return sorted(found, key=lambda p: (p.name == named, int(p.name.removeprefix("step_"))), reverse=True)
 
 
-def step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step_"))
-
-
-def load_checkpoint(folder: Path, rank: int) -> Checkpoint:
-    """Nothing in the files is executed."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        own = f"rank_{rank}.pt"
-        for name in ("model.safetensors", "trainer.pt", own):
-            if name in manifest and digest(folder / name) != manifest[name]:
-                raise ValueError(f"{name} is damaged")
-        with safe_open(folder / "model.safetensors", "pt") as file:
-            model = {k: file.get_tensor(k) for k in file.keys()}
-            about = json.loads(file.metadata()["about"])
-        load = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
-        local = load(folder / own) if own in manifest else None
-        return Checkpoint(folder, model, about, load(folder / "trainer.pt"), local)
-    except Exception as error:
-        reason = str(error).split("\n")[0]
-        raise ValueError(f"{folder} is not a good checkpoint: {reason}") from error
-
-
-def load_together(folders: list[Path], accelerator: Accelerator, fall_back: bool):
-    """The first of the checkpoints that every rank finds good, as one may see a bad file alone."""
+def load_checkpoint(folders: list[Path], accelerator: Accelerator) -> Checkpoint | None:
+    """The first of them that every rank finds good. Nothing in the files is executed."""
+    own = f"rank_{accelerator.process_index}.pt"
+    load = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
     for folder in folders:
-        with together() as errors:
-            checkpoint = load_checkpoint(folder, accelerator.process_index)
+        problem = f"{folder} is not a good checkpoint: "
+        with together(problem, fatal=folder == folders[-1]) as errors:
+            manifest = json.loads((folder / "manifest.json").read_text())
+            for name in ("model.safetensors", "trainer.pt", own):
+                if name in manifest and digest(folder / name) != manifest[name]:
+                    raise ValueError(f"{name} is damaged")
+            with safe_open(folder / "model.safetensors", "pt") as file:
+                model = {k: file.get_tensor(k) for k in file.keys()}
+                about = json.loads(file.metadata()["about"])
+            local = load(folder / own) if own in manifest else None
+            checkpoint = Checkpoint(folder, model, about, load(folder / "trainer.pt"), local)
         if not errors:
             return checkpoint
-        if not fall_back:
-            fail(errors[0])
-        accelerator.print(f"{errors[0]}; trying the one before it")
+        accelerator.print(f"{problem}{errors[0]}; trying the one before it")
     return None
 
 
@@ -1251,7 +1230,7 @@ def load_best(path: str, accelerator: Accelerator) -> Checkpoint:
     (folders,) = broadcast_object_list([find_checkpoints(Path(path), "best")[:1]])
     if not folders:
         fail(f"no checkpoint at {path}: give a run folder or one of its checkpoints/step_*")
-    return load_together(folders, accelerator, fall_back=False)
+    return load_checkpoint(folders, accelerator)
 
 
 def frozen_checksum(agent: Agent) -> float:
@@ -1286,12 +1265,12 @@ def open_model(args: Args, accelerator: Accelerator, env: envs.VecEnv) -> Agent:
     path = args.model_path
     if path == "tiny":
         path = f"{args.output_dir}/tiny_{args.seed}"
-        with together() as errors:
+        with together(fatal=False) as errors:
             if accelerator.is_main_process and not os.path.exists(path):
                 make_tiny(Path(path), args.seed)
         if errors and not os.path.exists(path):  # if it does by now, another run was quicker
             fail(f"cannot write {path}: {errors[0]}; choose another --output-dir")
-    with together() as errors:
+    with together(f"cannot use --model-path {args.model_path}: "):
         config = AutoConfig.from_pretrained(path)
         if type(config) not in AutoModelForImageTextToText._model_mapping:
             raise ValueError(f"it is a {config.model_type} model, which takes no pictures")
@@ -1306,8 +1285,6 @@ def open_model(args: Args, accelerator: Accelerator, env: envs.VecEnv) -> Agent:
         for p in agent.parameters():
             p.requires_grad_(p.grad is not None)
         agent.zero_grad()
-    if errors:
-        fail(f"cannot use --model-path {args.model_path}: {errors[0]}")
     if not agent.pictures.in_torch:
         name = type(agent.processor.image_processor).__name__
         accelerator.print(f"pictures are prepared on the CPU, one by one, by {name}")
@@ -1321,42 +1298,37 @@ class Run:
         self.args = args
         self.accelerator = accelerator
         self.is_main = accelerator.is_main_process
-        self.versions = {name: version(name) for name in PACKAGES}
-        self.signals: list[float] = []
+        self.launchers = sorted(set(gather_object([launcher_name()])))  # the same after a restart
         self.start_time = time.time()
         self.last_print = 0.0
+        self.signals = []  # when they came
+        self.names = None
         self.timed_steps = None  # not before the first iteration is over
         self.timed_seconds = 0.0
-        self.names = None
         self.wandb = None
-        # What names this launch, also after a restart: the torchruns that started its processes.
-        self.elastic = "TORCHELASTIC_RUN_ID" in os.environ
-        launcher = process_name(os.getppid() if self.elastic else os.getpid())
-        self.launchers = sorted(set(gather_object([launcher])))
 
     def open(self) -> Checkpoint | None:
         """Choose the run's folder -> the checkpoint to resume from, if there is one."""
         chosen = None
-        with together() as errors:
+        with together():
             if self.is_main:  # other nodes may see an older state of a shared disk
                 chosen = self._choose_folder()
-        if errors:
-            fail(errors[0])
-        self.folder, found, fall_back = broadcast_object_list([chosen])[0]
-        self.is_new = not fall_back and not self.args.resume
-        return load_together(found, self.accelerator, fall_back)
+        self.folder, found, self.is_new = broadcast_object_list([chosen])[0]
+        return load_checkpoint(found, self.accelerator)
 
     def _choose_folder(self) -> tuple[Path, list[Path], bool]:
-        """-> folder, checkpoints to resume from, whether an older one will do for a damaged one."""
+        """-> folder, checkpoints to resume from, whether the folder must not exist yet."""
         args = self.args
         runs = Path(args.output_dir)
         stem = f"{args.env_id.replace('/', '-')}__{Path(__file__).stem}__{args.seed}"
         unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
         folder = runs / (args.run_name or f"{stem}__{unique}")
         found = []
-        if args.resume == "auto" and not args.run_name:
-            folder = max([p.parent for p in runs.glob(f"{stem}__*/checkpoints")], default=folder)
-        elif args.resume not in ("", "auto"):
+        if args.resume == "auto":
+            if not args.run_name:
+                folder = max([p.parent for p in runs.glob(f"{stem}__*/checkpoints")], default=folder)
+            found = find_checkpoints(folder, "latest")
+        elif args.resume:
             found = find_checkpoints(Path(args.resume).resolve(), "latest")[:1]
             if not found:
                 raise ValueError(f"nothing to resume at {args.resume}: give a run folder or its checkpoints/step_*")
@@ -1364,99 +1336,90 @@ class Run:
                 folder = found[0].parent.parent
         # CRUCIAL: torchrun starts all processes again when one died: then resume what this very launch has written,
         # and nothing that another launch of the same name has.
-        for file in [folder / "launch.json", *runs.glob(f"{stem}__*/launch.json")]:
-            if self.elastic and file.exists():
-                if set(self.launchers) & set(json.loads(file.read_text())):
-                    return file.parent, find_checkpoints(file.parent, "latest"), True
-        if args.resume == "auto":
-            return folder, find_checkpoints(folder, "latest"), True
-        return folder, found, False
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            for file in [folder / "launch.json", *runs.glob(f"{stem}__*/launch.json")]:
+                if file.exists() and set(self.launchers) & set(json.loads(file.read_text())):
+                    return file.parent, find_checkpoints(file.parent, "latest") or found, False
+        if folder.exists() and not args.resume:
+            raise ValueError(f"{folder} exists already: choose another --run-name, or resume it with --resume {folder}")
+        return folder, found, not args.resume
 
-    def resume(self, checkpoint: Checkpoint, progress: Progress, optimizer) -> str:
-        """Restore what every script saves -> why the run will not be exactly the same, if so."""
-        say = self.accelerator.print
+    def resume(self, checkpoint: Checkpoint, progress: Progress, optimizer) -> bool:
+        """Restore what every script saves -> whether the run continues bit for bit."""
+        accelerator = self.accelerator
         trainer = checkpoint.trainer
-        old_args = checkpoint.about["args"]
-        say(f"resuming {checkpoint.folder}")
-        for name, new in json.loads(json.dumps(asdict(self.args))).items():
-            if new != old_args.get(name) and name not in ("resume", "run_name", "output_dir"):
-                say(f"  {option(name)} is {new}, was {old_args.get(name)}")
-        for entry in fields(progress):
-            if entry.name in trainer:
-                setattr(progress, entry.name, trainer[entry.name])
+        old = checkpoint.about["args"]
+        accelerator.print(f"resuming {checkpoint.folder}")
+        for name, value in json.loads(json.dumps(asdict(self.args))).items():
+            if value != old.get(name) and name not in ("resume", "run_name", "output_dir"):
+                accelerator.print(f"  {option(name)} is {value}, was {old.get(name)}")
+        for name in asdict(progress):
+            if name in trainer:
+                setattr(progress, name, trainer[name])
         if progress.global_step >= self.args.total_timesteps:
-            say(f"nothing to do: {checkpoint.folder} has all steps; raise --total-timesteps")
+            accelerator.print(f"nothing to do: {checkpoint.folder} has all steps; raise --total-timesteps")
         optimizer.optimizer.load_state_dict(trainer["optimizer"])
-        if self.accelerator.scaler and trainer.get("scaler"):
-            self.accelerator.scaler.load_state_dict(trainer["scaler"])
-        if trainer["world_size"] != self.accelerator.num_processes:
-            return f"{trainer['world_size']} processes became {self.accelerator.num_processes}"
-        if old_args["num_envs"] != self.args.num_envs:
-            return "--num-envs changed"
-        return ""
-
-    def load_rng(self, local: dict) -> None:
-        torch.set_rng_state(local["rng"])
-        if self.accelerator.device.type == "cuda" and local["cuda_rng"] is not None:
-            torch.cuda.set_rng_state(local["cuda_rng"], self.accelerator.device)
+        if accelerator.scaler and trainer.get("scaler"):
+            accelerator.scaler.load_state_dict(trainer["scaler"])
+        changed = ""
+        if trainer["world_size"] != accelerator.num_processes:
+            changed = f"{trainer['world_size']} processes became {accelerator.num_processes}"
+        elif old["num_envs"] != self.args.num_envs:
+            changed = "--num-envs changed"
+        elif checkpoint.local.get("env", {}) is None:
+            changed = f"{self.args.env_id} cannot save its state"
+        if changed:
+            accelerator.print(f"  new episodes, because {changed}: the run goes on, but not bit for bit")
+            return False
+        torch.set_rng_state(checkpoint.local["rng"])
+        if accelerator.device.type == "cuda" and checkpoint.local["cuda_rng"] is not None:
+            torch.cuda.set_rng_state(checkpoint.local["cuda_rng"], accelerator.device)
+        return True
 
     def claim(self, progress: Progress) -> None:
         """Make the folder this launch's own, start to log, and listen to signals."""
-        with together() as errors:
+        args = self.args
+        with together(f"cannot write to {self.folder}: ", "; choose another --output-dir"):
             if self.is_main:
-                self._claim_folder(progress)
-                self._start_logging(progress)
-        if errors:
-            fail(errors[0])
+                self.folder.mkdir(parents=True, exist_ok=not self.is_new)
+                write(self.folder / "launch.json", json.dumps(self.launchers))
+                write(self.folder / "args.json", json.dumps(asdict(args), indent=2))
+                (self.folder / "preempted").unlink(missing_ok=True)
+                self._tidy_checkpoints(progress)
+                self.writer = SummaryWriter(self.folder, purge_step=progress.global_step + 1)
+        with together("cannot start Weights & Biases: ", "; run 'wandb login', or set WANDB_MODE=offline"):
+            if self.is_main and args.track:
+                import wandb
+
+                run_id = hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:16]
+                options = {"project": args.wandb_project, "name": self.folder.name, "dir": self.folder}
+                try:
+                    self.wandb = wandb.init(**options, id=run_id, resume="allow", config=asdict(args))
+                except Exception:
+                    if self.is_new:  # so that the same command works after a login
+                        shutil.rmtree(self.folder)
+                    raise
         progress.best = broadcast_object_list([progress.best])[0]
-        self.start_step = progress.global_step
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
+        options = {"total": args.total_timesteps, "initial": progress.global_step, "unit": "step", "unit_scale": True}
+        self.bar = tqdm(**options, disable=None if self.is_main else True)  # None: only on a terminal
 
-    def _claim_folder(self, progress: Progress) -> None:
-        checkpoints = self.folder / "checkpoints"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=not self.is_new)
-            write(self.folder / "launch.json", json.dumps(self.launchers))
-            write(self.folder / "args.json", json.dumps(asdict(self.args), indent=2))
-            (self.folder / "preempted").unlink(missing_ok=True)
-            for part in checkpoints.glob(".*.part"):
-                shutil.rmtree(part) if part.is_dir() else part.unlink()
-            for newer in find_checkpoints(self.folder, "latest"):  # damaged, or left behind
-                if step_of(newer) > progress.global_step:
-                    shutil.rmtree(checkpoints / f"abandoned_{newer.name}", ignore_errors=True)
-                    newer.rename(checkpoints / f"abandoned_{newer.name}")
-            # The best so far is as of the checkpoint that is resumed. If it is gone, start over.
-            if (checkpoints / f"step_{progress.best_step}").exists():
-                write(checkpoints / "best", f"step_{progress.best_step}")
-            else:
-                progress.best = None
-                (checkpoints / "best").unlink(missing_ok=True)
-        except FileExistsError:
-            advice = f"choose another --run-name, or resume it with --resume {self.folder}"
-            raise ValueError(f"{self.folder} exists already: {advice}") from None
-        except OSError as error:
-            raise ValueError(f"cannot write to {self.folder}: {error.strerror}; choose another --output-dir") from None
-
-    def _start_logging(self, progress: Progress) -> None:
-        if self.args.track:
-            import wandb
-
-            run_id = hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:16]
-            settings = {"project": self.args.wandb_project, "name": self.folder.name, "dir": self.folder}
-            try:
-                self.wandb = wandb.init(**settings, id=run_id, resume="allow", config=asdict(self.args))
-            except Exception as error:
-                if self.is_new:
-                    shutil.rmtree(self.folder)
-                reason = str(error).split("\n")[0]
-                advice = "run 'wandb login', or set WANDB_MODE=offline"
-                raise ValueError(f"cannot start Weights & Biases ({reason}): {advice}") from None
-        purge_step = progress.global_step + 1 if progress.global_step else None
-        self.writer = SummaryWriter(self.folder, purge_step=purge_step)
-        total = self.args.total_timesteps
-        hidden = not sys.stderr.isatty()
-        self.bar = tqdm(total=total, initial=progress.global_step, unit="step", unit_scale=True, disable=hidden)
+    def _tidy_checkpoints(self, progress: Progress) -> None:
+        folder = self.folder / "checkpoints"
+        for part in folder.glob(".step_*.part"):  # killed while it was written
+            shutil.rmtree(part)
+        for newer in find_checkpoints(self.folder, "latest"):  # damaged, or left behind
+            if int(newer.name.removeprefix("step_")) > progress.global_step:
+                abandoned = newer.with_name(f"abandoned_{newer.name}")
+                shutil.rmtree(abandoned, ignore_errors=True)
+                newer.rename(abandoned)
+        # The best so far is as of the checkpoint that is resumed. If it is gone, start over.
+        if (folder / f"step_{progress.best_step}").exists():
+            write(folder / "best", f"step_{progress.best_step}")
+        else:
+            progress.best = None
+            (folder / "best").unlink(missing_ok=True)
 
     def _on_signal(self, number, frame) -> None:
         # A second Ctrl-C leaves at once; within a second it is torchrun passing the first one on.
@@ -1467,45 +1430,38 @@ class Run:
     def save(self, progress: Progress, model: dict, trainer: dict, local: dict, best: bool) -> None:
         """Write a checkpoint, all ranks together. Killed at any moment, it harms no other one."""
         accelerator = self.accelerator
-        world = accelerator.num_processes
         folder = self.folder / "checkpoints" / f"step_{progress.global_step}"
         part = folder.with_name(f".{folder.name}.part")
-        with together() as errors:
+        message = (f"cannot save {folder}: ", "; the checkpoints before it are untouched")
+        with together(*message):
             part.mkdir(parents=True, exist_ok=True)
-            on_gpu = accelerator.device.type == "cuda"
-            cuda_rng = torch.cuda.get_rng_state(accelerator.device) if on_gpu else None
-            local = local | {"rng": torch.get_rng_state(), "cuda_rng": cuda_rng}
+            local = local | {"rng": torch.get_rng_state(), "cuda_rng": None}
+            if accelerator.device.type == "cuda":
+                local["cuda_rng"] = torch.cuda.get_rng_state(accelerator.device)
             torch.save(local, part / f"rank_{accelerator.process_index}.pt")
             if self.is_main:
                 model = {k: v.detach().cpu().contiguous() for k, v in model.items()}
                 about = json.dumps({"env_id": self.args.env_id, "args": asdict(self.args)})
                 save_file(model, part / "model.safetensors", metadata={"about": about})
                 scaler = accelerator.scaler.state_dict() if accelerator.scaler else None
-                trainer = trainer | asdict(progress) | {"scaler": scaler}
-                trainer |= {"world_size": world, "versions": self.versions}
+                trainer = trainer | asdict(progress) | {"scaler": scaler, "versions": VERSIONS}
+                trainer["world_size"] = accelerator.num_processes
                 torch.save(trainer, part / "trainer.pt")
-        if not errors:
-            with together() as errors:
-                if self.is_main:
-                    self._publish(part, folder, best)
-        if errors:
-            fail(f"cannot save {folder}: {errors[0]}; the checkpoints before it are untouched")
-
-    def _publish(self, part: Path, folder: Path, best: bool) -> None:
-        """Flush the files, give the folder its name, move the pointers, remove old checkpoints."""
-        names = ["model.safetensors", "trainer.pt"]
-        names += [f"rank_{r}.pt" for r in range(self.accelerator.num_processes)]
-        for name in names:
-            with (part / name).open("rb") as file:
-                os.fsync(file.fileno())
-        write(part / "manifest.json", json.dumps({name: digest(part / name) for name in names}))
-        shutil.rmtree(folder, ignore_errors=True)
-        part.rename(folder)
-        if best:
-            write(folder.with_name("best"), folder.name)
-        write(folder.with_name("latest"), folder.name)
-        for old in find_checkpoints(self.folder, "best")[1 + self.args.keep_checkpoints :]:
-            shutil.rmtree(old, ignore_errors=True)
+        with together(*message):
+            if self.is_main:
+                names = ["model.safetensors", "trainer.pt"]
+                names += [f"rank_{r}.pt" for r in range(accelerator.num_processes)]
+                for name in names:
+                    with (part / name).open("rb") as file:
+                        os.fsync(file.fileno())
+                write(part / "manifest.json", json.dumps({name: digest(part / name) for name in names}))
+                shutil.rmtree(folder, ignore_errors=True)
+                part.rename(folder)
+                if best:
+                    write(folder.with_name("best"), folder.name)
+                write(folder.with_name("latest"), folder.name)
+                for old in find_checkpoints(self.folder, "best")[1 + self.args.keep_checkpoints :]:
+                    shutil.rmtree(old, ignore_errors=True)
 
     def metric_names(self, metrics: dict) -> list[str]:
         """The names that any rank has, so that all of them exchange the same ones."""
@@ -1524,16 +1480,17 @@ class Run:
 
     def check_finite(self, broken: torch.Tensor, iteration: int) -> None:
         if broken.any():
-            ranks = ", ".join(str(r) for r, x in enumerate(broken) if x)
+            ranks = ", ".join(str(rank) for rank, x in enumerate(broken) if x)
             where = f"{self.args.env_id} on rank {ranks} in iteration {iteration}"
             fail(f"NaN or infinity from {where}: no update was made")
 
     def check_ranks(self, checksums: torch.Tensor, skipped: int, iteration: int) -> None:
         """Stop where ranks have drifted apart, or where the last updates were all skipped."""
-        if (checksums != checksums[0]).any():
-            ranks = ", ".join(str(r) for r, x in enumerate(checksums) if x != checksums[0])
-            what = f"weights, learning rate or statistics of rank {ranks} differ from rank 0's in iteration {iteration}"
-            fail(f"{what}: resume the last checkpoint with --resume {self.folder}")
+        differ = checksums != checksums[0]
+        if differ.any():
+            ranks = ", ".join(str(rank) for rank, x in enumerate(differ) if x)
+            what = f"weights, learning rate or statistics of rank {ranks} differ from rank 0's"
+            fail(f"{what} in iteration {iteration}: resume the last checkpoint with --resume {self.folder}")
         # A loss scale of fp16 that can still be lowered is at work, and no reason to give up.
         scaler = self.accelerator.scaler
         if skipped >= MAX_SKIPPED and (scaler is None or scaler.get_scale() <= 1.0):
@@ -1541,28 +1498,25 @@ class Run:
             fail(f"{what}: try a smaller --learning-rate than {self.args.learning_rate}")
 
     def log(self, log: dict[str, float], progress: Progress) -> None:
-        """To TensorBoard and, every few seconds, to the console."""
-        log["charts/iteration"] = progress.iteration
-        log["charts/learning_rate"] = progress.learning_rate
-        log["charts/steps_sampled"] = progress.global_step
-        log["charts/steps_trained"] = progress.steps_trained
+        """To TensorBoard, Weights & Biases and, every few seconds, the console."""
         if not self.is_main:
             return
+        step = progress.global_step
+        log["charts/iteration"] = progress.iteration
+        log["charts/learning_rate"] = progress.learning_rate
+        log["charts/steps_sampled"] = step
+        log["charts/steps_trained"] = progress.steps_trained
         for name, value in log.items():
-            self.writer.add_scalar(name, value, progress.global_step)
+            self.writer.add_scalar(name, value, step)
         if self.wandb:
-            self.wandb.log(log, step=progress.global_step)
-        shown = ""
-        for name in ("SPS", "episodic_return", "success_rate"):
-            if f"charts/{name}" in log:
-                shown += f"  {name.removeprefix('episodic_')} {log[f'charts/{name}']:.6g}"
-        self.bar.update(progress.global_step - self.bar.n)
+            self.wandb.log(log, step=step)
+        names = ("charts/SPS", "charts/episodic_return", "charts/success_rate")
+        shown = show({name: log[name] for name in names if name in log})
         self.bar.set_postfix_str(shown, refresh=False)
-        total = self.args.total_timesteps
-        notable = progress.iteration == 1 or progress.global_step >= total
-        if self.bar.disable and (notable or time.time() > self.last_print + 5):
+        self.bar.update(step - self.bar.n)
+        if self.bar.disable and (step >= self.bar.total or time.time() > self.last_print + 5):
             self.last_print = time.time()
-            print(f"step {progress.global_step}/{total}{shown}", flush=True)
+            print(f"step {step}/{self.bar.total}  {shown}", flush=True)
 
     def finish(self, log: dict[str, float], progress: Progress) -> None:
         """Write the summary, or how to resume if a signal ended the run."""
@@ -1572,20 +1526,19 @@ class Run:
         self.writer.close()
         if self.wandb:
             self.wandb.finish()
-        if progress.global_step == self.start_step:
-            return
-        if progress.global_step < self.args.total_timesteps:
-            write(self.folder / "preempted", f"step_{progress.global_step}")
+        if log and progress.global_step < self.args.total_timesteps:
             saved = self.folder / "checkpoints" / f"step_{progress.global_step}"
+            write(self.folder / "preempted", saved.name)
             print(f"stopped by a signal, saved {saved}: resume with --resume {self.folder}")
-            return
-        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-        summary = log | {"env_id": self.args.env_id, "seed": self.args.seed, "command": " ".join(sys.argv)}
-        summary |= {"commit": commit, "versions": self.versions, "world_size": self.accelerator.num_processes}
-        summary |= {"global_step": progress.global_step, "wall_seconds": time.time() - self.start_time}
-        write(self.folder / "summary.json", json.dumps(summary, indent=2))
-        print(f"{show({name: x for name, x in log.items() if name.startswith('eval/')})}  -> {self.folder}")
+        elif log:  # without it, there was nothing left to do
+            git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+            commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+            summary = log | {"env_id": self.args.env_id, "seed": self.args.seed, "command": " ".join(sys.argv)}
+            summary |= {"commit": commit, "versions": VERSIONS, "world_size": self.accelerator.num_processes}
+            summary |= {"global_step": progress.global_step, "wall_seconds": time.time() - self.start_time}
+            write(self.folder / "summary.json", json.dumps(summary, indent=2))
+            scores = {name: x for name, x in log.items() if name.startswith("eval/")}
+            print(f"{show(scores)}  -> {self.folder}")
 
 
 def main(args: Args) -> None:
@@ -1628,20 +1581,15 @@ def main(args: Args) -> None:
     # ---- Resume
     progress = Progress(learning_rate=args.learning_rate)
     if checkpoint:
-        changed = run.resume(checkpoint, progress, optimizer)
         local = checkpoint.local
-        if not changed and local["env"] is None:
-            changed = f"{args.env_id} cannot save its state"
-        if changed:
-            accelerator.print(f"  envs start new episodes, because {changed}: the run goes on, but not bit for bit")
-            next_obs = env.reset(episode=progress.iteration)
-            torch.manual_seed(seed + progress.iteration)
-            generator.manual_seed(seed + progress.iteration)
-        else:
+        if run.resume(checkpoint, progress, optimizer):
             env.load_state_dict(local["env"])
             next_obs = TensorDict(local["obs"], [args.num_envs]).to(device)
             generator.set_state(local["generator"])
-            run.load_rng(local)
+        else:
+            next_obs = env.reset(episode=progress.iteration)
+            torch.manual_seed(seed + progress.iteration)
+            generator.manual_seed(seed + progress.iteration)
         checkpoint = local = None  # let go of the mapped files
     run.claim(progress)
     frozen = frozen_checksum(agent)
@@ -1815,11 +1763,9 @@ def main(args: Args) -> None:
                 local = {"env": env.state_dict(), "generator": generator.get_state()}
                 local["obs"] = dict(collector.obs.items())
                 run.save(progress, trainable(agent), trainer, local, improved)
-                with together() as errors:
+                with together(f"cannot write {run.folder / 'policy'}: ", "; the checkpoint is saved"):
                     if improved and accelerator.is_main_process:
                         export(agent, run.folder / "policy")
-                if errors:
-                    fail(f"cannot write {run.folder / 'policy'}: {errors[0]}; the checkpoint is saved")
             run.log(log, progress)
             if running:
                 collector.publish(agent, pause_at)
