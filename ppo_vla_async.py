@@ -1369,7 +1369,7 @@ class Run:
         elif checkpoint.local.get("env", {}) is None:
             changed = f"{self.args.env_id} cannot save its state"
         if changed:
-            accelerator.print(f"  new episodes, because {changed}: the run goes on, but not bit for bit")
+            accelerator.print(f"  episodes start anew, because {changed}: the run goes on, but not bit for bit")
             return False
         torch.set_rng_state(checkpoint.local["rng"])
         if accelerator.device.type == "cuda" and checkpoint.local["cuda_rng"] is not None:
@@ -1510,8 +1510,8 @@ class Run:
             self.writer.add_scalar(name, value, step)
         if self.wandb:
             self.wandb.log(log, step=step)
-        names = ("charts/SPS", "charts/episodic_return", "charts/success_rate")
-        shown = show({name: log[name] for name in names if name in log})
+        names = ("SPS", "episodic_return", "success_rate")
+        shown = show({name: log[f"charts/{name}"] for name in names if f"charts/{name}" in log})
         self.bar.set_postfix_str(shown, refresh=False)
         self.bar.update(step - self.bar.n)
         if self.bar.disable and (step >= self.bar.total or time.time() > self.last_print + 5):
