@@ -293,8 +293,10 @@ def test_going_back_leaves_the_later_checkpoints_aside(tmp_path, trained):
 
 
 def test_a_restart_does_not_take_over_a_run_of_somebody_else(tmp_path, trained):
-    """A launch that was refused because the run exists is refused again when torchrun restarts it, also where the clocks
-    say that the run was written since: only the launch that wrote it goes on with it by itself."""
+    """A launch that was refused because the run exists is refused again when torchrun restarts it.
+
+    Also where the clocks say that the run was written since: only the launch that wrote it goes on with it by itself.
+    """
     shutil.copytree(trained, tmp_path / "run")
     for file in (tmp_path / "run").glob("*.json"):
         os.utime(file, (time.time() + 1000, time.time() + 1000))
