@@ -496,8 +496,8 @@ def write(path: Path, text: str) -> None:
 
 
 def launcher_name() -> str:
-    """Host, number and start of the process that started this one: no other one has all three."""
-    pid = os.getppid()
+    """Host, number and start of torchrun, if it started this process, or of this process: unique."""
+    pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     started = psutil.Process(pid).create_time()
     stat = Path(f"/proc/{pid}/stat")
     if stat.exists():  # in ticks since boot, which no change of the wall clock can move
