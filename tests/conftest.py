@@ -84,11 +84,6 @@ def run(*command, timeout: float = 120, ok: bool = True, **extra: str) -> str:
     return output
 
 
-def pytest_collection_modifyitems(items):
-    """Another device starts threads of autograd, after which this process cannot be forked: its tests come last."""
-    items.sort(key=lambda item: item.path.name == "test_devices.py")
-
-
 @pytest.fixture(autouse=True)
 def restored_signals():
     """A script that runs in this process takes the signals; give them back."""

@@ -22,7 +22,7 @@ import pytest
 import torch
 import tyro
 from accelerate import Accelerator
-from conftest import Process, free_port, run, script
+from conftest import ROOT, Process, free_port, run, script
 from safetensors.torch import load_file, save_file
 from test_distributed import worker
 
@@ -442,22 +442,26 @@ def test_nothing_of_a_checkpoint_stays_in_memory(tmp_path, trained, monkeypatch)
     assert len(loaded) > 10 and alive == [[]]
 
 
-def test_killed_at_twenty_random_moments_it_resumes_every_time(tmp_path):
+def train_until_killed(folder: Path, log: Path) -> None:
+    output = train_here(folder, "run", 10_000, "--save-interval", 1, "--resume", "auto", log=log)
+    raise AssertionError(f"it was to be killed: {output}")
+
+
+def test_killed_at_twenty_random_moments_it_resumes_every_time(tmp_path, monkeypatch):
     """A run that saves at every iteration: after each kill -9 the newest checkpoint is good and further on.
 
-    The processes are forks of this one, which has torch loaded already.
+    The processes are forks of one that has torch loaded and has done nothing else yet.
     """
     generator, steps, folder = random.Random(0), [0], tmp_path / "run" / "checkpoints"
-
-    def child(log):
-        output = train_here(tmp_path, "run", 10_000, "--save-interval", 1, "--resume", "auto", log=log)
-        raise AssertionError(f"it was to be killed: {output}")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT}/tests")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["test_resume"])
 
     def latest():
         return int((folder / "latest").read_text().removeprefix("step_")) if (folder / "latest").exists() else 0
 
     for i in range(20):
-        process = get_context("fork").Process(target=child, args=(tmp_path / f"log_{i}",))
+        process = context.Process(target=train_until_killed, args=(tmp_path, tmp_path / f"log_{i}"))
         process.start()
         wait_for(lambda: latest() > steps[-1] or not process.is_alive())
         time.sleep(generator.uniform(0.0, 0.1))
