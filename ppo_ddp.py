@@ -10,6 +10,7 @@
 Docs: docs/ppo_ddp.md
 """
 
+import ctypes
 import hashlib
 import json
 import math
@@ -22,7 +23,6 @@ import sys
 import time
 import traceback
 import uuid
-import warnings
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -35,8 +35,8 @@ import psutil
 import torch
 import torch.nn as nn
 import tyro
-from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import broadcast, broadcast_object_list, gather_object
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -49,6 +49,8 @@ import envs
 EVAL_SEED = 2**31 - 1  # of evaluation: always the same episodes, which training never sees
 VERSIONS = {name: version(name) for name in ("torch", "accelerate", "tensordict", "gymnasium")}
 MAX_SKIPPED = 8  # updates in a row with NaN gradients before the run gives up
+M_TRIM_THRESHOLD = -1  # of glibc's malloc.h
+M_MMAP_THRESHOLD = -3
 
 
 @dataclass
@@ -103,15 +105,17 @@ class Args:
     check_interval: int = 10  # iterations between checks that ranks have equal weights (0: off)
     timeout: float = 600.0  # seconds that a process waits for the others before it gives up
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"  # autocast; fp16 needs a GPU
-    compile: bool = False  # torch.compile networks and loss (a minute to warm up)
-    torch_threads: int = 1  # CPU threads of each process; small networks are slower with more
+    compile: bool = False  # torch.compile networks, loss and embedded envs (up to half a minute to warm up)
+    torch_threads: int = 0  # CPU threads of each process (0: one for small networks, all cores for large ones)
 
 
 POSITIVE = """
     num_envs total_timesteps num_steps learning_rate desired_kl num_minibatches update_epochs
-    clip_coef max_grad_norm hidden_size keep_checkpoints timeout torch_threads
+    clip_coef max_grad_norm hidden_size keep_checkpoints timeout
 """.split()
-NATURAL = "eval_interval eval_episodes save_interval check_interval ent_coef vf_coef target_kl".split()
+NATURAL = """
+    eval_interval eval_episodes save_interval check_interval ent_coef vf_coef target_kl torch_threads
+""".split()
 FRACTION = "gamma gae_lambda preempt_fraction preempt_min".split()
 
 
@@ -149,7 +153,7 @@ def check_batch(args: Args) -> None:
         fail(f"{batch} do not divide into --num-minibatches {args.num_minibatches}")
 
 
-def launch(args: Args) -> Accelerator:
+def launch(args: Args, *handlers) -> Accelerator:
     """Join the processes that the launcher started, or say why that would go wrong."""
     on_cpu = args.cpu or not torch.cuda.is_available()
     world = 1
@@ -177,10 +181,7 @@ def launch(args: Args) -> Accelerator:
         store = torch.distributed.PrefixStore(name_attempt(store, rank, world), store)
         default = {"backend": "gloo" if on_cpu else "nccl"}
         torch.distributed.init_process_group(store=store, rank=rank, world_size=world, **(default | group))
-    # Buffers are equal by construction: broadcasting them would cost a collective per forward.
-    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
-    handlers = [ddp, InitProcessGroupKwargs(**group)]
+    handlers = [*handlers, InitProcessGroupKwargs(**group)]
     # CRUCIAL: without cpu=True torchrun on a machine without GPUs gives runs that share no gradients.
     accelerator = Accelerator(cpu=on_cpu, mixed_precision=args.mixed_precision, kwargs_handlers=handlers)
     if accelerator.num_processes != world:
@@ -201,6 +202,20 @@ def name_attempt(store, rank: int, world: int) -> str:
         if set(store.multi_get([f"read_by_{r}" for r in range(world)])) == {names}:
             return hashlib.sha256(names).hexdigest()
         time.sleep(0.01)
+
+
+def tune_cpu(threads: int, multiplications: int) -> None:
+    """Set the number of threads, if 0 by what a minibatch multiplies, and keep freed memory."""
+    if not threads:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        cores = cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        threads = max(1, min(cores, 8)) if multiplications > 2e8 else 1
+    torch.set_num_threads(threads)
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "mallopt"):
+        # Else glibc returns every large tensor to the system, and maps new pages for the next one.
+        libc.mallopt(M_MMAP_THRESHOLD, 2**30)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**30)
 
 
 @contextmanager
@@ -261,12 +276,19 @@ def layer_init(layer: nn.Linear, std: float = math.sqrt(2)) -> nn.Linear:
     return layer
 
 
+class Tanh(nn.Module):
+    """tanh(x), in a form that CPUs are quick at: torch.tanh takes longer there than the layer before it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2.0 * torch.sigmoid(2.0 * x) - 1.0
+
+
 def mlp(inputs: int, outputs: int, hidden: int, std: float) -> nn.Sequential:
     return nn.Sequential(
         layer_init(nn.Linear(inputs, hidden)),
-        nn.Tanh(),
+        Tanh(),
         layer_init(nn.Linear(hidden, hidden)),
-        nn.Tanh(),
+        Tanh(),
         layer_init(nn.Linear(hidden, outputs), std),
     )
 
@@ -286,16 +308,22 @@ class Agent(nn.Module):
         action_space = env.single_action_space
         self.discrete = hasattr(action_space, "n")
         actions = int(action_space.n) if self.discrete else action_space.shape[0]
+        self.state_size = math.prod(space["state"].shape)
         self.critic = mlp(inputs, 1, args.hidden_size, std=1.0)
-        self.actor = mlp(math.prod(space["state"].shape), actions, args.hidden_size, std=0.01)
+        self.actor = mlp(self.state_size, actions, args.hidden_size, std=0.01)
         if not self.discrete:
             self.actor_logstd = nn.Parameter(torch.full((actions,), args.init_logstd))
 
-    def forward(self, obs: TensorDict, action=None, deterministic=False):
-        """-> action, log-probability, entropy, value. Single entry point: DDP and autocast see every call."""
-        inputs = [moments(obs[k]) for k, moments in self.obs_moments.items()]
-        value = self.critic(torch.cat(inputs, -1)).squeeze(-1).float()
-        out = self.actor(inputs[0]).float()  # `privileged` is for the critic alone
+    def see(self, obs: TensorDict) -> torch.Tensor:
+        """Observations as the networks take them. The statistics stand still during an iteration."""
+        return torch.cat([moments(obs[name]) for name, moments in self.obs_moments.items()], -1)
+
+    def value(self, seen: torch.Tensor) -> torch.Tensor:
+        return self.critic(seen).squeeze(-1).float()
+
+    def forward(self, seen: torch.Tensor, action=None, deterministic=False):
+        """-> action, its log-probability, and the entropy of the policy."""
+        out = self.actor(seen[..., : self.state_size]).float()  # `privileged` is for the critic alone
         if self.discrete:
             logits = out.log_softmax(-1)
             if action is None and deterministic:
@@ -305,14 +333,14 @@ class Agent(nn.Module):
                 action = (logits + gumbel).argmax(-1)
             logprob = logits.gather(-1, action.unsqueeze(-1)).squeeze(-1)
             entropy = -(logits.exp() * logits).sum(-1)
-            return action, logprob, entropy, value
+            return action, logprob, entropy
         logstd = self.actor_logstd.expand_as(out)
         if action is None:
             action = out if deterministic else out + logstd.exp() * torch.randn_like(out)
         z = (action - out) / logstd.exp()
         logprob = -0.5 * z.square() - logstd - 0.5 * math.log(2 * math.pi)
         entropy = logstd + 0.5 * math.log(2 * math.pi * math.e)
-        return action, logprob.sum(-1), entropy.sum(-1), value
+        return action, logprob.sum(-1), entropy.sum(-1)
 
 
 def compute_gae(rewards, values, next_value, terminated, truncated, final_values, gamma, gae_lambda) -> torch.Tensor:
@@ -346,7 +374,7 @@ def bootstrap_values(agent: nn.Module, values, ends, final_obs: list[TensorDict 
     if final_obs[0] is not None:
         when, who = ends.nonzero(as_tuple=True)  # the one host sync of a rollout
         if len(when):
-            final_values[when, who] = agent(torch.stack(final_obs)[when, who])[3]
+            final_values[when, who] = agent.value(agent.see(torch.stack(final_obs)[when, who]))
     return final_values
 
 
@@ -383,6 +411,20 @@ LOSSES = ["policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", 
 LOSSES = [f"losses/{name}" for name in LOSSES]
 
 
+class Learner(nn.Module):
+    """From a minibatch to its loss, in one call and one compiled graph."""
+
+    def __init__(self, agent: Agent, args: Args):
+        super().__init__()
+        self.agent = agent
+        self.coefs = (args.clip_coef, args.ent_coef, args.vf_coef, args.clip_vloss)
+
+    def forward(self, seen, action, logprob, value, advantage, returns):
+        _, newlogprob, entropy = self.agent(seen, action)
+        newvalue = self.agent.value(seen)
+        return ppo_loss(newlogprob, entropy, newvalue, logprob, advantage, returns, value, *self.coefs)
+
+
 def episode_sums(ended: torch.Tensor, episode: dict[str, torch.Tensor]) -> torch.Tensor:
     """-> the number of episodes that ended, and the sums of their return, length and success."""
     sums = [ended.double().sum()]
@@ -414,7 +456,8 @@ def evaluate(agent: nn.Module, env: envs.VecEnv, accelerator: Accelerator, video
                 ended = ~active[: len(frame)].cpu()
                 frame[ended] = frames[-1][ended]
             frames.append(frame)
-        action = agent(obs, deterministic=True)[0]
+        with accelerator.autocast():
+            action = agent(agent.see(obs), deterministic=True)[0]
         obs, _, terminated, truncated, info = env.step(action, active)
         ended = (terminated | truncated) & active
         sums += episode_sums(ended, info["episode"])
@@ -455,18 +498,54 @@ def make_envs(args: Args, accelerator: Accelerator, **options) -> tuple[envs.Vec
     return env, eval_env
 
 
-def prepare(accelerator: Accelerator, agent: nn.Module, optimizer: torch.optim.Optimizer, *inputs):
-    """-> model to train with, optimizer, and the optimizer to step. `inputs` are some that `agent` takes."""
-    # CRUCIAL: training goes through `model`. `agent`, the same networks without DDP's hooks, would learn on each rank
-    # alone, and no error would tell.
-    model, optimizer = accelerator.prepare(agent, optimizer)
-    # Accelerate's wrapper is for fp16; without that, all it adds is a disk access at every step.
-    adam = optimizer if accelerator.scaler else optimizer.optimizer
-    # CRUCIAL: DDP regroups its gradients after its first backward, which changes the order of summation. A backward
-    # that counts for nothing lets a resumed run sum in the same order as one that never stopped.
-    accelerator.backward(0.0 * sum(x.sum() for x in model(*inputs)[1:]))
-    optimizer.zero_grad()
-    return model, optimizer, adam
+def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
+    """Make them, and their gradients, parts of one vector: one tensor to exchange, to clip and to update."""
+    weights = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
+    weights.data = broadcast(weights.data)  # another processor may have drawn others from the same seed
+    weights.grad = torch.zeros_like(weights)
+    nn.utils.vector_to_parameters(weights.data, parameters)
+    for p, gradient in zip(parameters, weights.grad.split([p.numel() for p in parameters])):
+        p.grad = gradient.view_as(p)
+    return weights
+
+
+def sum_over_ranks(x: torch.Tensor) -> None:
+    """In place, and to the last bit the same on all ranks.
+
+    On CPUs, 2, 4, 8 ... ranks swap what they have in pairs and add it up, which takes gloo a fraction
+    of its all-reduce; as a + b = b + a, all of them end with the same.
+    """
+    world = torch.distributed.get_world_size()
+    if torch.distributed.get_backend() != "gloo" or world & (world - 1):
+        torch.distributed.all_reduce(x)
+        return
+    received = torch.empty_like(x)
+    distance = 1
+    while distance < world:
+        partner = torch.distributed.get_rank() ^ distance
+        sending = torch.distributed.isend(x, partner)
+        torch.distributed.recv(received, partner)
+        sending.wait()
+        x += received
+        distance *= 2
+
+
+def clip_and_step(accelerator: Accelerator, optimizer, weights: nn.Parameter, max_norm: float) -> torch.Tensor:
+    """Update the weights -> the norm of their gradient."""
+    adam = optimizer.optimizer
+    if accelerator.scaler:
+        norm = accelerator.clip_grad_norm_([weights], max_norm)
+        adam = optimizer
+    else:
+        norm = weights.grad.norm()
+        adam.grad_scale = (norm / max_norm).clamp(min=1.0)  # the fused Adam divides by it
+    # CRUCIAL: a NaN is in the sum over ranks, so on all of them, and the fused Adam skips its step where this is 1:
+    # everywhere, and without a host sync.
+    adam.found_inf = (~norm.isfinite()).float()
+    adam.step()
+    # CRUCIAL: not set to None: the gradients of all layers are parts of this one.
+    weights.grad.zero_()
+    return norm
 
 
 def show(scores: dict[str, float]) -> str:
@@ -886,7 +965,6 @@ def main(args: Args) -> None:
     rank = accelerator.process_index
     world = accelerator.num_processes
     device = accelerator.device
-    torch.set_num_threads(args.torch_threads)
     env, eval_env = make_envs(args, accelerator)
     if "rgb" in env.single_observation_space.keys():
         fail(f"{args.env_id} has image observations, which this script does not support: use ppo_vla_async.py")
@@ -903,14 +981,16 @@ def main(args: Args) -> None:
     checkpoint = run.open()
     if checkpoint:
         load_model(agent, checkpoint, args)
-    loss_fn = ppo_loss
+    learner = Learner(agent, args)
+    act = agent
     if args.compile:
-        agent.compile()
-        loss_fn = torch.compile(ppo_loss)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    parameters = list(agent.parameters())
+        learner.compile()
+        act = torch.compile(agent)
+    weights = flatten(list(agent.parameters()))
+    tune_cpu(args.torch_threads, weights.numel() * args.num_envs * args.num_steps // args.num_minibatches)
+    optimizer = torch.optim.Adam([weights], lr=args.learning_rate, eps=1e-5, fused=True)
+    optimizer = accelerator.prepare(optimizer)
     next_obs = env.reset()
-    model, optimizer, adam = prepare(accelerator, agent, optimizer, next_obs)
     seed = args.seed + 1_000_003 * (rank + 1)  # other actions and minibatches on every rank
     torch.manual_seed(seed)
 
@@ -949,10 +1029,10 @@ def main(args: Args) -> None:
         final_obs = []
         episodes = []
         env_metrics = {}
-        with torch.no_grad():
+        with torch.no_grad(), accelerator.autocast():
             for step in range(1, args.num_steps + 1):
-                action, logprob, _, value = agent(next_obs)
-                row = [next_obs, action, logprob, value]
+                action, logprob, _ = act(agent.see(next_obs))
+                row = [next_obs, action, logprob]
                 next_obs, reward, terminated, truncated, info = env.step(action)
                 rows.append([*row, reward, terminated, truncated])
                 final_obs.append(info["final_obs"])
@@ -967,15 +1047,17 @@ def main(args: Args) -> None:
             if preempt and step == args.num_steps:
                 store.add(f"rollout_{progress.iteration}", 1)
             columns = [torch.stack(column) for column in zip(*rows)]
-            obs, actions, logprobs, values, rewards, terminations, truncations = columns
+            obs, actions, logprobs, rewards, terminations, truncations = columns
 
             # ---- Advantages
+            seen = agent.see(obs)
+            values = agent.value(seen)
             dones = terminations | truncations
             bootstrapped = truncations if args.bootstrap_at_done == "truncated" else dones
             final_values = bootstrap_values(agent, values, bootstrapped, final_obs)
-            next_value = agent(next_obs)[3]
-            seen = [rewards, final_values, next_value, *obs.values()]
-            finite = torch.stack([x.isfinite().all() for x in seen]).all()
+            next_value = agent.value(agent.see(next_obs))
+            inputs = [rewards, final_values, next_value, *obs.values()]
+            finite = torch.stack([x.isfinite().all() for x in inputs]).all()
             if args.norm_reward:
                 discounted, running_return = discount_rewards(rewards, dones, running_return, args.gamma)
                 sums = exchange(accelerator, {"return": agent.return_moments.sums(discounted)})
@@ -1014,8 +1096,8 @@ def main(args: Args) -> None:
         agent.train()
         if args.norm_adv:
             advantages = (advantages - mean) / (math.sqrt(var) + 1e-8)
-        batch = {"obs": obs, "action": actions, "logprob": logprobs, "value": values}
-        batch |= {"advantage": advantages, "return": returns}
+        batch = {"seen": seen, "action": actions, "logprob": logprobs, "value": values}
+        batch |= {"advantage": advantages, "returns": returns}
         batch = TensorDict(batch, dones.shape).reshape(-1)
         sizes = split_sizes(ranks["samples"][:, 0].long(), args.num_minibatches)
         losses = torch.zeros(len(LOSSES), dtype=torch.float64, device=device)
@@ -1029,28 +1111,20 @@ def main(args: Args) -> None:
             epoch_losses = torch.zeros_like(losses)
             shuffled = batch[torch.randperm(len(batch), device=device)]
             for mb, on_ranks in zip(shuffled.split([size[rank] for size in sizes]), sizes):
-                counts = float(len(mb) > 0)
-                if not counts:  # DDP waits for every rank: run one row that counts for nothing
-                    mb = shuffled[:1]
-                _, newlogprob, entropy, newvalue = model(mb["obs"], mb["action"])
-                loss, mb_losses = loss_fn(
-                    newlogprob, entropy, newvalue,
-                    mb["logprob"], mb["advantage"], mb["return"], mb["value"],
-                    args.clip_coef, args.ent_coef, args.vf_coef, args.clip_vloss,
-                )  # fmt: skip
-                # CRUCIAL: DDP takes the mean over ranks. Scaled like this it is the mean over the samples of all ranks,
-                # also when they hold different numbers of them.
-                accelerator.backward(loss * (counts * world / sum(on_ranks)))
-                norm = accelerator.clip_grad_norm_(parameters, args.max_grad_norm)
-                # CRUCIAL: after the all-reduce a NaN is on every rank, and the fused Adam skips its step where this is
-                # 1: on all of them together, and without a host sync.
-                adam.found_inf = (~norm.isfinite()).float()
-                adam.step()
-                adam.zero_grad()
-                skipped += adam.found_inf
-                skipped_in_a_row = (skipped_in_a_row + 1.0) * adam.found_inf
+                if len(mb):  # a rank that was cut short may have nothing in it
+                    with accelerator.autocast():
+                        loss, mb_losses = learner(**mb)
+                    # CRUCIAL: the mean over the samples of all ranks, also when they hold different numbers of them.
+                    accelerator.backward(loss / sum(on_ranks))
+                    epoch_losses += mb_losses
+                if world > 1:
+                    # CRUCIAL: without it each rank would learn alone, and no error would tell.
+                    sum_over_ranks(weights.grad)
+                norm = clip_and_step(accelerator, optimizer, weights, args.max_grad_norm)
+                finite = norm.isfinite()
+                skipped += ~finite
+                skipped_in_a_row = (skipped_in_a_row + 1.0) * ~finite
                 grad_norms += norm.nan_to_num(0.0, 0.0)
-                epoch_losses += mb_losses * counts
             losses += epoch_losses
             if args.target_kl or args.lr_schedule == "adaptive":
                 # CRUCIAL: the KL of all ranks, so that all of them stop, or change their learning rate, together.
@@ -1112,9 +1186,6 @@ def main(args: Args) -> None:
     run.finish(log, progress)
     env.close()
     eval_env.close()
-    # CRUCIAL: DDP must not be the last owner of the process group: it would wait for its end while holding the GIL.
-    del model, optimizer, adam
-    accelerator.free_memory()
     accelerator.end_training()
 
 
