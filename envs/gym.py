@@ -147,7 +147,7 @@ class Env(VecEnv):
             self._reset(i)
         return self._tensordict(self._obs)
 
-    def step(self, action, active=None):
+    def step(self, action, active=None, look=True):
         action = action.cpu().numpy()
         space = self.single_action_space
         if isinstance(space, gym.spaces.Discrete):
