@@ -167,7 +167,7 @@ def options(pairs: list[str]) -> dict:
 
 
 def closest(name: str, known: list[str]) -> str:
-    """ ", the closest are ..." for an error message about a name that is none of the known ones; "" if none is close."""
+    """For an error message about a name that is none of the known ones: those like it, if any."""
     lower = {k.lower(): k for k in known}
     found = difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.5)
     return f", the closest are {', '.join(lower[k] for k in found)}" if found else ""
