@@ -10,8 +10,6 @@ save and restore their state bit for bit.
 """
 
 import inspect
-import os
-import sys
 import warnings
 
 import gymnasium as gym
@@ -34,11 +32,6 @@ def quiet_mujoco() -> None:
     except ImportError:
         return
     mujoco.set_mju_user_warning(lambda text: "deprecated" in text or warnings.warn(text, RuntimeWarning, stacklevel=2))
-
-
-def draw_without_screen() -> None:
-    if sys.platform == "linux" and "DISPLAY" not in os.environ:
-        os.environ.setdefault("MUJOCO_GL", "egl")
 
 
 def mujoco_arrays(env) -> list[np.ndarray]:
@@ -114,8 +107,6 @@ class Env(SingleEnvs):
         self, name, num_envs, *, device, seed, first_env, group_size, max_episode_steps=None, render=0, **options
     ):
         super().__init__(num_envs, device=device, seed=seed, first_env=first_env, group_size=group_size, render=render)
-        if render:
-            draw_without_screen()
         quiet_mujoco()
         self._envs = []
         for i in range(num_envs):
@@ -144,7 +135,7 @@ class Env(SingleEnvs):
             try:
                 self.render()
             except Exception as error:  # now, and not at the end of a long run
-                raise ValueError(f"gym/{name} cannot be drawn on this machine ({error}): try MUJOCO_GL=egl") from error
+                raise ValueError(f"gym/{name} cannot be drawn here ({error}): try MUJOCO_GL=egl") from error
 
     def _observe(self, obs) -> dict[str, np.ndarray]:
         if self._only_vector:
