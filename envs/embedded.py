@@ -1,7 +1,8 @@
 """The base of the embedded envs: batched torch physics with a clock, autoreset and exact state.
 
 A new env is a subclass with three methods on a dict of [N, ...] tensors (see push_cube.py):
-`initial(draws)`, `physics(state, action)` and `observe(state)`; `render()` if it should be seen.
+`initial(draws)`, `physics(state, action)` and `observe(state)`; `look(state)` if it shows pictures, `render()` if it
+should be seen.
 """
 
 import gymnasium as gym
@@ -38,7 +39,7 @@ class EmbeddedEnv(VecEnv):
         self._steps = torch.zeros_like(self._episode)
         self._return = torch.zeros(num_envs, device=self.device)
         self._state: dict[str, torch.Tensor] = {}
-        sample = self.observe(self.initial(self._draw_start()))
+        sample = self._observation(self.initial(self._draw_start()))
         boxes = {k: gym.spaces.Box(-float("inf"), float("inf"), v.shape[1:]) for k, v in sample.items()}
         if "rgb" in sample:
             boxes["rgb"] = gym.spaces.Box(0, 255, sample["rgb"].shape[1:], dtype="uint8")
@@ -56,6 +57,10 @@ class EmbeddedEnv(VecEnv):
     def observe(self, state: dict) -> dict[str, torch.Tensor]:
         raise NotImplementedError
 
+    def look(self, state: dict) -> dict[str, torch.Tensor]:
+        """The pictures among the observations: drawn only when somebody looks."""
+        return {}
+
     def survived(self, state: dict) -> torch.Tensor | None:
         """Where reaching the clock is itself the success (balancing); None where it is not."""
         return None
@@ -65,8 +70,11 @@ class EmbeddedEnv(VecEnv):
         uniform = ((bits >> 40) & 0xFFFFFF).float() * 2.0**-24
         return self._centre + self._width * (uniform - 0.5)
 
-    def _observation(self, state: dict) -> TensorDict:
-        return TensorDict(self.observe(state), batch_size=[self.num_envs], device=self.device)
+    def _observation(self, state: dict, look: bool = True) -> TensorDict:
+        parts = self.observe(state)
+        if look:
+            parts |= self.look(state)
+        return TensorDict(parts, batch_size=[self.num_envs], device=self.device)
 
     def reset(self, episode: int = 0) -> TensorDict:
         self._episode.fill_(episode)
@@ -75,7 +83,7 @@ class EmbeddedEnv(VecEnv):
         self._state = self.initial(self._draw_start())
         return self._observation(self._state)
 
-    def step(self, action, active=None):
+    def step(self, action, active=None, look=True):
         state, reward, success, failure, metrics = self.physics(self._state, action.clamp(-1.0, 1.0))
         if active is not None:
             state = {k: where(active, v, self._state[k]) for k, v in state.items()}
@@ -89,20 +97,21 @@ class EmbeddedEnv(VecEnv):
         if (survived := self.survived(state)) is not None:
             success = truncated & survived
         done = terminated | truncated
+        on_cpu = self.device.type == "cpu"  # elsewhere a look at the data would stall; computing is cheaper
         info = {
-            "final_obs": self._observation(state),
+            "final_obs": self._observation(state, look or not on_cpu or bool(truncated.any())),
             "episode": {"return": self._return.clone(), "length": self._steps.clone(), "success": success.float()},
             "metrics": metrics,
         }
         self._state = state
         obs = info["final_obs"]
-        if self.device.type != "cpu" or done.any():  # on a GPU this look would stall; drawing new starts is cheaper
+        if not on_cpu or done.any():
             self._episode += done
             self._steps *= ~done
             self._return *= ~done
             first = self.initial(self._draw_start())
             self._state = {k: where(done, first[k], v) for k, v in state.items()}
-            obs = self._observation(self._state)
+            obs = self._observation(self._state, look)
         return obs, reward, terminated, truncated, info
 
     def state_dict(self) -> dict:

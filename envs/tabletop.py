@@ -90,7 +90,10 @@ class Env(EmbeddedEnv):
         return self._palette[paint.long()]
 
     def observe(self, state):
-        return {"state": state["effector"], "rgb": self._picture(state), "instruction": state["task"]}
+        return {"state": state["effector"], "instruction": state["task"]}
+
+    def look(self, state):
+        return {"rgb": self._picture(state)}
 
     def render(self):
         rows = {k: v[: self.render_rows] for k, v in self._state.items()}
