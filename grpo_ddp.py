@@ -279,11 +279,24 @@ def layer_init(layer: nn.Linear, std: float = math.sqrt(2)) -> nn.Linear:
     return layer
 
 
-class Tanh(nn.Module):
-    """tanh(x), in a form that CPUs are quick at: torch.tanh takes longer there than the layer before it."""
+class QuickTanh(torch.autograd.Function):
+    """tanh(x), by a sigmoid: on a CPU, torch.tanh takes longer than the layer before it."""
 
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        y = torch.sigmoid(2.0 * x).mul_(2.0).sub_(1.0)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        return gradient * (1.0 - y * y)
+
+
+class Tanh(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2.0 * torch.sigmoid(2.0 * x) - 1.0
+        return QuickTanh.apply(x)
 
 
 def mlp(inputs: int, outputs: int, hidden: int, std: float) -> nn.Sequential:
@@ -469,6 +482,8 @@ def make_envs(args: Args, accelerator: Accelerator, **options) -> tuple[envs.Vec
         eval_env = make(num_envs=mine, seed=EVAL_SEED, first_env=first, render=render)
         # CRUCIAL: seeded by the global index of each env: with seed + rank, ranks would share most initial states.
         first = rank * args.num_envs
+        if embedded and args.compile:
+            options["compile"] = True
         env = make(num_envs=args.num_envs, seed=args.seed, first_env=first, **options)
     return env, eval_env
 
@@ -955,10 +970,13 @@ def main(args: Args) -> None:
         load_model(agent, initial, args)
     reference = copy.deepcopy(agent).requires_grad_(False) if args.kl_coef else None
     learner = Learner(agent, args)
-    act = agent
+
+    def act(obs: TensorDict):
+        return agent(agent.see(obs))
+
     if args.compile:
         learner.compile(dynamic=True)  # minibatches have many sizes
-        act = torch.compile(agent)
+        act = torch.compile(act)
     weights = flatten(list(agent.parameters()))
     tune_cpu(args.torch_threads, weights.numel() * args.num_envs * env.max_episode_steps // args.num_minibatches)
     optimizer = torch.optim.Adam([weights], lr=args.learning_rate, eps=1e-5, fused=True)
@@ -1002,7 +1020,7 @@ def main(args: Args) -> None:
             # CRUCIAL: the number of the iteration makes the starts: new ones each time, and the same after a resume.
             next_obs = env.reset(episode=progress.iteration)
             for step in range(1, env.max_episode_steps + 1):
-                action, logprob, _ = act(agent.see(next_obs))
+                action, logprob, _ = act(next_obs)
                 row = [next_obs, action, logprob, running]
                 next_obs, reward, terminated, truncated, info = env.step(action, running)
                 ended = running & (terminated | truncated)
@@ -1066,8 +1084,7 @@ def main(args: Args) -> None:
                 batch["ref_logprob"] = reference(batch["seen"], batch["action"])[1]
         sizes = split_sizes(ranks["samples"][:, 0].long(), args.num_minibatches)
         losses = torch.zeros(len(LOSSES), dtype=torch.float64, device=device)
-        grad_norms = torch.zeros((), device=device)
-        skipped = torch.zeros((), device=device)
+        norms = []
         epochs = 0
         while epochs < args.update_epochs:
             epochs += 1
@@ -1087,11 +1104,7 @@ def main(args: Args) -> None:
                 if world > 1:
                     # CRUCIAL: without it each rank would learn alone, and no error would tell.
                     sum_over_ranks(weights.grad)
-                norm = clip_and_step(accelerator, optimizer, weights, args.max_grad_norm)
-                finite = norm.isfinite()
-                skipped += ~finite
-                skipped_in_a_row = (skipped_in_a_row + 1.0) * ~finite
-                grad_norms += norm.nan_to_num(0.0, 0.0)
+                norms.append(clip_and_step(accelerator, optimizer, weights, args.max_grad_norm))
             losses += epoch_losses
             if samples and (args.target_kl or args.lr_schedule == "adaptive"):
                 # CRUCIAL: the KL of all ranks, so that all of them stop, or change their learning rate, together.
@@ -1113,8 +1126,11 @@ def main(args: Args) -> None:
 
         # ---- Metrics, means over ranks
         metrics = dict(zip(LOSSES, losses * world / max(samples * epochs, 1)))
-        metrics["losses/grad_norm"] = grad_norms / (epochs * args.num_minibatches)
-        metrics["losses/skipped_updates"] = skipped
+        norms = torch.stack(norms) if norms else torch.zeros(1, device=device)
+        skipped = ~norms.isfinite()
+        skipped_in_a_row = torch.where(skipped.all(), skipped_in_a_row, 0) + skipped.flip(0).cumprod(0).sum()
+        metrics["losses/grad_norm"] = norms.nan_to_num(0.0, 0.0).mean()
+        metrics["losses/skipped_updates"] = skipped.sum()
         metrics |= {"time/rollout": rollout_seconds, "time/update": update_seconds, "time/wait": wait_seconds}
         for name in run.metric_names(env_metrics):
             metrics[f"env/{name}"] = env_metrics.get(name, 0.0) * world / steps

@@ -48,7 +48,7 @@ BACKENDS = {
     "embodichain": ("embodichain/task.json", "install EmbodiChain and its engine as its README says"),
     "libero": ("libero/libero_spatial/0", "pip install hf-libero (in an environment of its own)"),
 }
-SET_BY_SCRIPTS = ("num_envs", "device", "seed", "first_env", "group_size", "render")
+SET_BY_SCRIPTS = ("num_envs", "device", "seed", "first_env", "group_size", "render", "compile")
 
 
 class VecEnv:

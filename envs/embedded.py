@@ -28,7 +28,9 @@ class EmbeddedEnv(VecEnv):
 
     start: list[tuple[float, float]]  # centre and width of each uniform draw that makes an initial state
 
-    def __init__(self, num_envs, *, device, seed, first_env, group_size, max_episode_steps=None, render=0):
+    def __init__(
+        self, num_envs, *, device, seed, first_env, group_size, max_episode_steps=None, render=0, compile=False
+    ):
         self.num_envs, self.device, self.render_rows = num_envs, torch.device(device), min(render, num_envs)
         self.max_episode_steps = max_episode_steps or self.max_episode_steps
         index = torch.arange(first_env, first_env + num_envs, device=self.device) // group_size
@@ -39,7 +41,13 @@ class EmbeddedEnv(VecEnv):
         self._steps = torch.zeros_like(self._episode)
         self._return = torch.zeros(num_envs, device=self.device)
         self._state: dict[str, torch.Tensor] = {}
-        sample = self._observation(self.initial(self._draw_start()))
+        if compile:
+            self._move = torch.compile(self._move)
+            self._restart = torch.compile(self._restart)
+        sample = self.reset()
+        if compile:  # now, and not when the first episode ends
+            nobody = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
+            self._restart(nobody, self._state, self._episode, self._steps, self._return)
         boxes = {k: gym.spaces.Box(-float("inf"), float("inf"), v.shape[1:]) for k, v in sample.items()}
         if "rgb" in sample:
             boxes["rgb"] = gym.spaces.Box(0, 255, sample["rgb"].shape[1:], dtype="uint8")
@@ -65,54 +73,67 @@ class EmbeddedEnv(VecEnv):
         """Where reaching the clock is itself the success (balancing); None where it is not."""
         return None
 
-    def _draw_start(self) -> torch.Tensor:
-        bits = mix64((self._key + (self._episode + 1) * EPISODE)[:, None] + self._draws)
+    def _draw_start(self, episode: torch.Tensor) -> torch.Tensor:
+        bits = mix64((self._key + (episode + 1) * EPISODE)[:, None] + self._draws)
         uniform = ((bits >> 40) & 0xFFFFFF).float() * 2.0**-24
         return self._centre + self._width * (uniform - 0.5)
 
-    def _observation(self, state: dict, look: bool = True) -> TensorDict:
-        parts = self.observe(state)
+    def _observation(self, state: dict, parts: dict, look: bool = True) -> TensorDict:
         if look:
-            parts |= self.look(state)
-        return TensorDict(parts, batch_size=[self.num_envs], device=self.device)
+            parts = parts | self.look(state)
+        return TensorDict(parts, batch_size=[self.num_envs])
 
     def reset(self, episode: int = 0) -> TensorDict:
-        self._episode.fill_(episode)
-        self._steps.zero_()
-        self._return.zero_()
-        self._state = self.initial(self._draw_start())
-        return self._observation(self._state)
+        self._episode = torch.full_like(self._episode, episode)
+        self._steps = torch.zeros_like(self._steps)
+        self._return = torch.zeros_like(self._return)
+        self._state = self.initial(self._draw_start(self._episode))
+        return self._observation(self._state, self.observe(self._state))
 
     def step(self, action, active=None, look=True):
-        state, reward, success, failure, metrics = self.physics(self._state, action.clamp(-1.0, 1.0))
-        if active is not None:
-            state = {k: where(active, v, self._state[k]) for k, v in state.items()}
-            reward, success, failure = reward * active, success & active, failure & active
-        self._steps += 1 if active is None else active
-        self._return += reward
-        terminated = success | failure
-        truncated = (self._steps >= self.max_episode_steps) & ~terminated
-        if active is not None:
-            truncated &= active
-        if (survived := self.survived(state)) is not None:
-            success = truncated & survived
+        moved = self._move(self._state, self._steps, self._return, action, active)
+        self._state, self._steps, self._return, parts, reward, success, terminated, truncated, metrics = moved
         done = terminated | truncated
         on_cpu = self.device.type == "cpu"  # elsewhere a look at the data would stall; computing is cheaper
+        ended = not on_cpu or bool(done.any())
+        final_obs = self._observation(self._state, parts, look or (ended and (not on_cpu or bool(truncated.any()))))
         info = {
-            "final_obs": self._observation(state, look or not on_cpu or bool(truncated.any())),
-            "episode": {"return": self._return.clone(), "length": self._steps.clone(), "success": success.float()},
+            "final_obs": final_obs,
+            "episode": {"return": self._return, "length": self._steps, "success": success},
             "metrics": metrics,
         }
-        self._state = state
-        obs = info["final_obs"]
-        if not on_cpu or done.any():
-            self._episode += done
-            self._steps *= ~done
-            self._return *= ~done
-            first = self.initial(self._draw_start())
-            self._state = {k: where(done, first[k], v) for k, v in state.items()}
-            obs = self._observation(self._state, look)
-        return obs, reward, terminated, truncated, info
+        if not ended:
+            return final_obs, reward, terminated, truncated, info
+        restarted = self._restart(done, self._state, self._episode, self._steps, self._return)
+        self._state, self._episode, self._steps, self._return, parts = restarted
+        return self._observation(self._state, parts, look), reward, terminated, truncated, info
+
+    def _move(self, state, steps, returns, action, active):
+        """One step of every env that is active, as a function of tensors alone."""
+        before = state
+        state, reward, success, failure, metrics = self.physics(before, action.clamp(-1.0, 1.0))
+        if active is None:
+            steps = steps + 1
+        else:
+            state = {k: where(active, v, before[k]) for k, v in state.items()}
+            reward, success, failure = reward * active, success & active, failure & active
+            steps = steps + active
+        terminated = success | failure
+        truncated = (steps >= self.max_episode_steps) & ~terminated
+        if active is not None:
+            truncated = truncated & active
+        survived = self.survived(state)
+        if survived is not None:
+            success = truncated & survived
+        parts = self.observe(state)
+        return state, steps, returns + reward, parts, reward, success.float(), terminated, truncated, metrics
+
+    def _restart(self, done, state, episode, steps, returns):
+        """Start the next episode where one is done."""
+        episode = episode + done
+        first = self.initial(self._draw_start(episode))
+        state = {k: where(done, first[k], v) for k, v in state.items()}
+        return state, episode, steps * ~done, returns * ~done, self.observe(state)
 
     def state_dict(self) -> dict:
         state = {f"state.{k}": v.clone() for k, v in self._state.items()}
