@@ -10,8 +10,8 @@ Without --peers-python the peers are installed once, into a cache folder. Every 
 take turns, A B C A B C, so that whatever else the machine does meets all of them; a ratio is taken within a round, and
 given as the median and the range over the rounds. In the sections of one process each run has one core and one thread.
 All figures are of whole iterations, collecting and learning, after some that warm up; of tandem they include its
-logging, for which the peers' is switched off. `core` is the part of a core that a run really got: below 0.9 or so,
-something else was running, and its figures are too low.
+logging, for which the peers' is switched off. Measure on an idle machine: a run during which other processes took more
+than a tenth of a core is repeated, at most twice, and `others` in the results says how much they took at worst.
 
 A section holds a workload (peers.py has the sizes): tandem eager and compiled; the peers; and bare loops that only step
 the env, only run the policy's forwards, only learn (forward, backward, clipping, Adam) or only multiply the matrices of
@@ -35,6 +35,7 @@ import venv
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 from peers import WORKLOADS, Workload
 
 ROOT = Path(__file__).parent.parent
@@ -74,10 +75,25 @@ class Run:
         return out
 
 
-def cpu_seconds() -> float:
-    """Of all processes that have ended so far."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+def cpu_seconds() -> tuple[float, float]:
+    """Of the whole machine, and of this process and all that it has started and that have ended."""
+    times = psutil.cpu_times()._asdict()
+    idle = sum(times.get(name, 0.0) for name in ("idle", "iowait", "guest", "guest_nice"))  # user has the guests' too
+    mine = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(times.values()) - idle, sum(usage.ru_utime + usage.ru_stime for usage in mine)
+
+
+def undisturbed(run) -> dict:
+    """What `run` found, in the best of up to three tries, and in `others` the cores that other processes took."""
+    tries = []
+    while len(tries) < 3 and min((one["others"] for one in tries), default=1.0) > 0.1:
+        start = time.perf_counter()
+        machine, mine = cpu_seconds()
+        found = run()
+        machine_now, mine_now = cpu_seconds()
+        others = (machine_now - machine) - (mine_now - mine)
+        tries.append(found | {"others": max(0.0, others / (time.perf_counter() - start))})
+    return min(tries, key=lambda one: one["others"])
 
 
 def last_core() -> int | None:
@@ -133,18 +149,13 @@ def measure(name: str, work: Workload, runner: str, quick: bool, python: str) ->
     core = last_core()
     warm = WARM[name]
     iterations = ITERATIONS[name][not quick]
-    before = cpu_seconds()
-    start = time.perf_counter()
     if runner in OURS:
         total = work.samples * (warm + iterations + 1)
         options = [*options_of(work), "--total-timesteps", total, *OURS[runner]]
-        found = {"steps_per_second": Ours("ppo_ddp.py", options, core=core).finish(warm)}
-    else:
-        words = ["benchmarks/peers.py", runner, name, "--warm", warm, "--iterations", iterations]
-        out = Run([sys.executable if runner == "bare" else python, *words], core).finish()
-        found = json.loads(out.splitlines()[-1])
-    found["core"] = (cpu_seconds() - before) / (time.perf_counter() - start)
-    return found
+        return {"steps_per_second": Ours("ppo_ddp.py", options, core=core).finish(warm)}
+    words = ["benchmarks/peers.py", runner, name, "--warm", warm, "--iterations", iterations]
+    out = Run([sys.executable if runner == "bare" else python, *words], core).finish()
+    return json.loads(out.splitlines()[-1])
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -159,19 +170,19 @@ def compare(name: str, quick: bool, rounds: int, python: str) -> dict:
     versions = {}
     for number in range(rounds):
         for runner, found in runs.items():
-            one = measure(name, work, runner, quick, python)
+            one = undisturbed(lambda: measure(name, work, runner, quick, python))
             versions |= one.pop("version", {})
             found.append(one)
             shown = f"{one['steps_per_second']:,.0f} steps/s" if runner != "bare" else show_parts(one)
-            print(f"{name}, round {number + 1}: {runner} {shown} (core {one['core']:.2f})", flush=True)
+            print(f"{name}, round {number + 1}: {runner} {shown} (others: {one['others']:.2f} cores)", flush=True)
 
     bare = runs.pop("bare")
     section = {"rounds": rounds, "iterations": ITERATIONS[name][not quick], "peers": versions}
-    section["core"] = min(one["core"] for found in [*runs.values(), bare] for one in found)
+    section["others"] = max(one["others"] for found in [*runs.values(), bare] for one in found)
     speeds = {runner: [one["steps_per_second"] for one in found] for runner, found in runs.items()}
     section["steps_per_second"] = {runner: spread(values) for runner, values in speeds.items()}
     section["ratios"] = {}
-    section["bare"] = {part: spread([one[part] for one in bare]) for part in bare[0] if part != "core"}
+    section["bare"] = {part: spread([one[part] for one in bare]) for part in bare[0] if part != "others"}
     section["of_bare"] = {}
     section["of_matmul"] = {}
     for ours in OURS:
@@ -207,19 +218,29 @@ def two_processes(quick: bool, rounds: int) -> dict:
         2,
     )
 
-    section = {"rounds": rounds}
+    section = {"rounds": rounds, "others": 0.0}
     for name, (script, alone, both, independent, warm) in works.items():
-        speeds = {"one": [], "two": [], "independent": []}
+
+        def pair() -> float:
+            runs = [Ours(script, [*independent, "--seed", seed]) for seed in (1, 2)]
+            return sum(run.finish(warm) for run in runs)
+
+        ways = {
+            "one": lambda: Ours(script, alone).finish(warm),
+            "two": lambda: Ours(script, both, processes=2).finish(warm),
+            "independent": pair,
+        }
+        speeds = {way: [] for way in ways}
         for number in range(rounds):
-            speeds["one"].append(Ours(script, alone).finish(warm))
-            speeds["two"].append(Ours(script, both, processes=2).finish(warm))
-            pair = [Ours(script, [*independent, "--seed", seed]) for seed in (1, 2)]
-            speeds["independent"].append(sum(ours.finish(warm) for ours in pair))
-            shown = ", ".join(f"{key} {values[-1]:,.0f}" for key, values in speeds.items())
-            print(f"two_processes, round {number + 1}: {name} {shown} steps/s", flush=True)
-        section[name] = {key: spread(values) for key, values in speeds.items()}
-        for key in ("two", "independent"):
-            section[name][f"{key} / one"] = spread([a / b for a, b in zip(speeds[key], speeds["one"])])
+            for way, run in ways.items():
+                one = undisturbed(lambda: {"steps_per_second": run()})
+                speeds[way].append(one["steps_per_second"])
+                section["others"] = max(section["others"], one["others"])
+                shown = f"{one['steps_per_second']:,.0f} steps/s (others: {one['others']:.2f} cores)"
+                print(f"two_processes, round {number + 1}: {name}, {way} {shown}", flush=True)
+        section[name] = {way: spread(values) for way, values in speeds.items()}
+        for way in ("two", "independent"):
+            section[name][f"{way} / one"] = spread([a / b for a, b in zip(speeds[way], speeds["one"])])
     return section
 
 
