@@ -8,12 +8,13 @@
 A million steps, three seeds, one core and one thread for each run. Every run leaves a file in results/mujoco/, and one
 whose file exists is skipped: the command can be stopped and repeated, or started once per core (`taskset -c 0 ...`)
 with other --envs. The curves are of the return of training episodes, the mean over the last 100, against env steps and
-against minutes since the process was started. The Python of the peers is found as in speed.py. CleanRL's figures are
+against CPU minutes of the process, so that other work on the machine does not count. The Python of the peers is found as in speed.py. CleanRL's figures are
 those it publishes for ppo_continuous_action.py, of the v4 envs. The plot needs matplotlib.
 """
 
 import argparse
 import json
+import resource
 import shutil
 import statistics
 import subprocess
@@ -45,6 +46,7 @@ def folder_of(total: int) -> Path:
 def train(runner: str, env: str, seed: int, total: int, python: str) -> dict:
     """One run -> its curve of (steps, minutes, return)."""
     start = time.time()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     if runner == "stable_baselines3":
         words = ["benchmarks/peers.py", runner, "cheetah", "--env-id", f"gym/{env}", "--seed", seed, "--learn", total]
         out = Run([python, *words], last_core()).finish()
@@ -59,7 +61,10 @@ def train(runner: str, env: str, seed: int, total: int, python: str) -> dict:
         Run([sys.executable, "ppo_ddp.py", *options], last_core()).finish()
         curve = [(e.step, e.wall_time, e.value) for e in read_events(f"{folder}/run", "charts/episodic_return")]
         shutil.rmtree(folder)
-    minutes = [(step, round((seconds - start) / 60, 3), round(value, 2)) for step, seconds, value in curve]
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    scale = busy / (time.time() - start) / 60  # from seconds on the clock to CPU minutes
+    minutes = [(step, round((seconds - start) * scale, 3), round(value, 2)) for step, seconds, value in curve]
     stride = max(1, len(minutes) // POINTS)
     return {"return": minutes[-1][2], "minutes": minutes[-1][1], "curve": minutes[::-stride][::-1]}
 
@@ -95,7 +100,7 @@ def load(total: int) -> dict[str, dict[str, list[dict]]]:
 
 
 def table(runs: dict) -> None:
-    print("| env | runner | seeds | return at the end | minutes |\n|---|---|---|---|---|")
+    print("| env | runner | seeds | return at the end | CPU minutes |\n|---|---|---|---|---|")
     for env, by_runner in runs.items():
         for runner, found in by_runner.items():
             if not found:
@@ -124,7 +129,7 @@ def plot(runs: dict, file: Path) -> None:
         axes[0, column].axhline(CLEANRL[env][0], color="grey", linewidth=0.8, linestyle=":", label="CleanRL, published")
         axes[1, column].axhline(CLEANRL[env][0], color="grey", linewidth=0.8, linestyle=":")
         axes[0, column].set(title=env, xlabel="env steps")
-        axes[1, column].set(xlabel="minutes")
+        axes[1, column].set(xlabel="CPU minutes")
     axes[0, 0].set_ylabel("return of training episodes")
     axes[1, 0].set_ylabel("return of training episodes")
     axes[0, 0].legend(fontsize=7, frameon=False)
