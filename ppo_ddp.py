@@ -209,7 +209,7 @@ def tune_cpu(threads: int, multiplications: int) -> None:
     if not threads:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         cores = cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        threads = max(1, min(cores, 8)) if multiplications > 2e8 else 1
+        threads = max(1, min(cores, 8)) if multiplications > 1e8 else 1
     torch.set_num_threads(threads)
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt"):
@@ -507,8 +507,6 @@ def make_envs(args: Args, accelerator: Accelerator, **options) -> tuple[envs.Vec
         eval_env = make(num_envs=mine, seed=EVAL_SEED, first_env=first, render=render)
         # CRUCIAL: seeded by the global index of each env: with seed + rank, ranks would share most initial states.
         first = rank * args.num_envs
-        if embedded and args.compile:
-            options["compile"] = True
         env = make(num_envs=args.num_envs, seed=args.seed, first_env=first, **options)
     return env, eval_env
 
@@ -980,7 +978,9 @@ def main(args: Args) -> None:
     rank = accelerator.process_index
     world = accelerator.num_processes
     device = accelerator.device
-    env, eval_env = make_envs(args, accelerator)
+    tune_cpu(args.torch_threads, args.hidden_size**2 * args.num_envs * args.num_steps // args.num_minibatches)
+    options = {"compile": True} if args.compile and args.env_id in envs.EMBEDDED else {}
+    env, eval_env = make_envs(args, accelerator, **options)
     if "rgb" in env.single_observation_space.keys():
         fail(f"{args.env_id} has image observations, which this script does not support: use ppo_vla_async.py")
     torch.manual_seed(args.seed)  # the same weights on every rank
@@ -1005,7 +1005,6 @@ def main(args: Args) -> None:
         learner.compile()
         act = torch.compile(act)
     weights = flatten(list(agent.parameters()))
-    tune_cpu(args.torch_threads, weights.numel() * args.num_envs * args.num_steps // args.num_minibatches)
     optimizer = torch.optim.Adam([weights], lr=args.learning_rate, eps=1e-5, fused=True)
     optimizer = accelerator.prepare(optimizer)
     next_obs = env.reset()

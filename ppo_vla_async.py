@@ -12,6 +12,7 @@ Docs: docs/ppo_vla_async.md
 """
 
 import copy
+import ctypes
 import hashlib
 import json
 import math
@@ -65,6 +66,8 @@ DEMO_SEED = 2**31 - 2  # of demonstrations: a fixed set, whatever the seed of th
 PACKAGES = ("torch", "accelerate", "tensordict", "gymnasium", "transformers", "peft")
 VERSIONS = {name: version(name) for name in PACKAGES}
 MAX_SKIPPED = 8  # updates in a row with NaN gradients before the run gives up
+M_TRIM_THRESHOLD = -1  # of glibc's malloc.h
+M_MMAP_THRESHOLD = -3
 HALF = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # what autocast casts to
 
 
@@ -131,17 +134,17 @@ class Args:
     check_interval: int = 10  # iterations between checks that ranks have equal weights (0: off)
     timeout: float = 600.0  # seconds that a process waits for the others before it gives up
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"  # autocast; fp16 needs a GPU
-    torch_threads: int = 1  # CPU threads of each process; small networks are slower with more
+    torch_threads: int = 0  # CPU threads of each process (0: one for small networks, all cores for large ones)
 
 
 POSITIVE = """
     num_envs total_timesteps num_chunks learning_rate value_learning_rate num_minibatches update_epochs
     gradient_accumulation behaviour_weight_cap clip_coef clip_coef_high max_grad_norm action_bins
-    action_chunk bc_episodes bc_batch bc_learning_rate keep_checkpoints timeout torch_threads
+    action_chunk bc_episodes bc_batch bc_learning_rate keep_checkpoints timeout
 """.split()
 NATURAL = """
     eval_interval eval_episodes save_interval check_interval ent_coef vf_coef target_kl bc_updates
-    max_staleness value_warmup
+    max_staleness value_warmup torch_threads
 """.split()
 FRACTION = "gamma gae_lambda".split()
 
@@ -195,7 +198,7 @@ def check_env(args: Args, env: envs.VecEnv) -> None:
         fail(f"{args.env_id} has no expert to clone: set --bc-updates 0 and start from a tuned model")
 
 
-def launch(args: Args) -> Accelerator:
+def launch(args: Args, *handlers) -> Accelerator:
     """Join the processes that the launcher started, or say why that would go wrong."""
     on_cpu = args.cpu or not torch.cuda.is_available()
     world = 1
@@ -223,10 +226,7 @@ def launch(args: Args) -> Accelerator:
         store = torch.distributed.PrefixStore(name_attempt(store, rank, world), store)
         default = {"backend": "gloo" if on_cpu else "nccl"}
         torch.distributed.init_process_group(store=store, rank=rank, world_size=world, **(default | group))
-    # Buffers are equal by construction: broadcasting them would cost a collective per forward.
-    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
-    handlers = [ddp, InitProcessGroupKwargs(**group)]
+    handlers = [*handlers, InitProcessGroupKwargs(**group)]
     # CRUCIAL: without cpu=True torchrun on a machine without GPUs gives runs that share no gradients.
     accelerator = Accelerator(cpu=on_cpu, mixed_precision=args.mixed_precision, kwargs_handlers=handlers)
     if accelerator.num_processes != world:
@@ -247,6 +247,20 @@ def name_attempt(store, rank: int, world: int) -> str:
         if set(store.multi_get([f"read_by_{r}" for r in range(world)])) == {names}:
             return hashlib.sha256(names).hexdigest()
         time.sleep(0.01)
+
+
+def tune_cpu(threads: int, multiplications: int) -> None:
+    """Set the number of threads, if 0 by what a minibatch multiplies, and keep freed memory."""
+    if not threads:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        cores = cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        threads = max(1, min(cores, 8)) if multiplications > 1e8 else 1
+    torch.set_num_threads(threads)
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "mallopt"):
+        # Else glibc returns every large tensor to the system, and maps new pages for the next one.
+        libc.mallopt(M_MMAP_THRESHOLD, 2**30)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**30)
 
 
 @contextmanager
@@ -1544,13 +1558,17 @@ class Run:
 def main(args: Args) -> None:
     # ---- Set up
     check_args(args)
-    accelerator = launch(args)
+    # Buffers are equal by construction: broadcasting them would cost a collective per forward.
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+    accelerator = launch(args, ddp)
     world = accelerator.num_processes
     device = accelerator.device
-    torch.set_num_threads(args.torch_threads)
     env, eval_env = make_envs(args, accelerator)
     check_env(args, env)
     agent = open_model(args, accelerator, env)
+    size = args.num_envs * args.num_chunks // args.num_minibatches  # of a minibatch, on each rank
+    tune_cpu(args.torch_threads, size * sum(p.numel() for p in agent.parameters()))
     if args.evaluate:
         checkpoint = load_best(args.checkpoint, accelerator)
         load_trained(agent, checkpoint, args)
@@ -1623,7 +1641,6 @@ def main(args: Args) -> None:
         accelerator.print(f"cloned: {show(scores)}")
         run.log(scores, progress)
 
-    size = args.num_envs * args.num_chunks // args.num_minibatches  # of a minibatch, on each rank
     samples = world * args.num_envs * args.num_chunks
     skipped_in_a_row = torch.zeros((), device=device)
     most_stale = 0

@@ -8,8 +8,9 @@
 A million steps, three seeds, one core and one thread for each run. Every run leaves a file in results/mujoco/, and one
 whose file exists is skipped: the command can be stopped and repeated, or started once per core (`taskset -c 0 ...`)
 with other --envs. The curves are of the return of training episodes, the mean over the last 100, against env steps and
-against CPU minutes of the process, so that other work on the machine does not count. The Python of the peers is found as in speed.py. CleanRL's figures are
-those it publishes for ppo_continuous_action.py, of the v4 envs. The plot needs matplotlib.
+against CPU minutes of the process, so that other work on the machine does not count. The Python of the peers is found
+as in speed.py. CleanRL's figures are those it publishes for ppo_continuous_action.py, of the v4 envs. The plot needs
+matplotlib.
 """
 
 import argparse

@@ -47,7 +47,8 @@ class EmbeddedEnv(VecEnv):
         sample = self.reset()
         if compile:  # now, and not when the first episode ends
             nobody = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
-            self._restart(nobody, self._state, self._episode, self._steps, self._return)
+            with torch.no_grad():
+                self._restart(nobody, self._state, self._episode, self._steps, self._return)
         boxes = {k: gym.spaces.Box(-float("inf"), float("inf"), v.shape[1:]) for k, v in sample.items()}
         if "rgb" in sample:
             boxes["rgb"] = gym.spaces.Box(0, 255, sample["rgb"].shape[1:], dtype="uint8")
@@ -87,7 +88,8 @@ class EmbeddedEnv(VecEnv):
         self._episode = torch.full_like(self._episode, episode)
         self._steps = torch.zeros_like(self._steps)
         self._return = torch.zeros_like(self._return)
-        self._state = self.initial(self._draw_start(self._episode))
+        first = self.initial(self._draw_start(self._episode))
+        self._state = {k: v.clone(memory_format=torch.contiguous_format) for k, v in first.items()}
         return self._observation(self._state, self.observe(self._state))
 
     def step(self, action, active=None, look=True):
