@@ -19,7 +19,7 @@ def worker(tmp_path, case, nproc, ok=True, name="ppo_ddp", defaults=SMALL, **cha
     """
     output, text = tmp_path / f"{case}_{nproc}", ""
     if ok and nproc == 2:
-        workers.run(name=name, case=case, output=str(output), changes=defaults | changes)
+        workers[2].run(name=name, case=case, output=str(output), changes=defaults | changes)
     else:
         text = run(*script("tests/worker.py", nproc), name, case, output, json.dumps(defaults | changes), ok=ok)
     return [torch.load(output / f"record_{r}.pt", weights_only=False) for r in range(nproc)], text
