@@ -1,5 +1,6 @@
 """What several tests need: running a script as its users do, in real processes, with a hard time limit."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -92,7 +93,8 @@ class Process(subprocess.Popen):
         if self.poll() is None:
             parent = psutil.Process(self.pid)
             for process in [*parent.children(recursive=True), parent]:
-                process.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
             self.wait()
 
 
@@ -137,7 +139,7 @@ class Workers:
         self.nproc, self.process, self.folder, self.jobs = nproc, None, None, 0
 
     def run(self, timeout: float = 120, **job) -> str:
-        """What rank 0 prints in a job (see worker.py) that is to succeed on all ranks."""
+        """What rank 0 prints in a job (see worker.py) that all ranks are to end as it says."""
         if self.process is None or self.process.poll() is not None:
             self.folder, self.jobs = Path(tempfile.mkdtemp()), 0
             (self.folder / "owner").write_text(str(os.getpid()))

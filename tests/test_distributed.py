@@ -12,14 +12,14 @@ import ppo_ddp
 SMALL = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "update_epochs": 2, "total_timesteps": 192}
 
 
-def worker(tmp_path, case, nproc, ok=True, name="ppo_ddp", defaults=SMALL, **changes):
-    """What each rank recorded of a run under torchrun, and its output if it was to fail.
+def worker(tmp_path, case, nproc, ok=True, own=False, name="ppo_ddp", defaults=SMALL, **changes):
+    """What each rank recorded of a run under torchrun, and its output.
 
-    Two ranks that are to succeed are those of one launch that serves all tests: starting them is what takes long.
+    Two ranks are those of one launch that serves all tests: starting them is what takes long. With `own` they are not.
     """
-    output, text = tmp_path / f"{case}_{nproc}", ""
-    if ok and nproc == 2:
-        workers[2].run(name=name, case=case, output=str(output), changes=defaults | changes)
+    output = tmp_path / f"{case}_{nproc}"
+    if nproc == 2 and not own:
+        text = workers[2].run(name=name, case=case, output=str(output), changes=defaults | changes, ok=ok)
     else:
         text = run(*script("tests/worker.py", nproc), name, case, output, json.dumps(defaults | changes), ok=ok)
     return [torch.load(output / f"record_{r}.pt", weights_only=False) for r in range(nproc)], text
@@ -32,6 +32,7 @@ def assert_same_bits(one: dict, two: dict):
 
 
 @pytest.mark.smoke
+@pytest.mark.xdist_group("one launch")
 def test_parameters_are_bit_equal_after_updates(tmp_path):
     """Weights, and statistics of observations and returns; and the ranks really held different data."""
     (one, two), _ = worker(tmp_path, "plain", 2, norm_reward=True, backend="gloo")
@@ -46,6 +47,7 @@ def test_parameters_are_bit_equal_after_updates(tmp_path):
 
 
 @pytest.mark.smoke
+@pytest.mark.xdist_group("one launch")
 @pytest.mark.parametrize("sizes", ["equal", "unequal", "empty"])
 def test_gradient_equals_that_of_the_joined_batch(tmp_path, sizes):
     """Also where the ranks hold different numbers of samples, and where one has nothing in a minibatch."""
@@ -125,12 +127,12 @@ def test_nan_gradient_on_one_rank_skips_the_update_on_both(tmp_path):
 
 
 def test_nan_from_one_env_stops_both(tmp_path):
-    _, text = worker(tmp_path, "env_nan", 2, ok=False)
+    _, text = worker(tmp_path, "env_nan", 2, ok=False, own=True)
     assert "NaN or infinity from PushCube on rank 1 in iteration 3" in text
 
 
 def test_an_exception_on_one_rank_stops_both(tmp_path):
-    _, text = worker(tmp_path, "env_error", 2, ok=False)
+    _, text = worker(tmp_path, "env_error", 2, ok=False, own=True)
     assert "the simulator broke" in text
 
 

@@ -520,8 +520,7 @@ def test_a_second_interrupt_leaves_at_once(tmp_path):
 def test_a_corrupted_weight_is_caught(tmp_path):
     settings = {"check_interval": 2, "total_timesteps": 64 * 10}
     _, text = worker(tmp_path, "corrupt", 2, ok=False, **settings)
-    assert "of rank 1 differ from rank 0's in iteration 2" in text
-    assert "[rank1]: Traceback" not in text
+    assert "of rank 1 differ from rank 0's in iteration 2" in text and "Traceback" not in text
 
 
 @pytest.mark.alone

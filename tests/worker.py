@@ -3,9 +3,11 @@
 torchrun ... tests/worker.py SCRIPT CASE OUTPUT '{"num_envs": 4}'
 torchrun ... tests/worker.py FOLDER      # one job after the other, as their files FOLDER/0.json, 1.json, ... appear
 
-Such a job is one of the above, or a script's command line as it is. What a rank prints is in FOLDER/0.out_<rank>, ...
+Such a job is one of the above, or a script's command line as it is; with "ok": false all ranks are to leave it with an
+error message. What a rank prints is in FOLDER/0.out_<rank>, ...
 """
 
+import gc
 import importlib
 import json
 import os
@@ -160,10 +162,20 @@ else:
         # As after a restart: the process group starts anew, under a name of its own in torchrun's store.
         AcceleratorState._reset_state(reset_partial_state=True)
         job = json.loads(file.read_text())
+        ok = job.pop("ok", True)
         with file.with_suffix(f".out_{rank}").open("w", buffering=1) as output, redirect_stdout(output):
-            if "case" in job:
-                run(**job)
-            else:
-                command(**job, launch=str(file))
+            try:
+                if "case" in job:
+                    run(**job)
+                else:
+                    command(**job, launch=str(file))
+                stopped = None
+            except SystemExit as stop:  # another exception ends this launch, and the test that it is for
+                stopped = stop.code
+            print(stopped or "")
+        assert bool(stopped) != ok, stopped
+        gc.collect()  # what a run that was left in the middle still holds
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
         file.with_suffix(f".done_{rank}").touch()
         number += 1
