@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -47,6 +48,24 @@ def clean_env(**extra: str) -> dict[str, str]:
 def pytest_xdist_auto_num_workers(config) -> int:
     """Two processes run the tests, which is what two cores carry; tests that were picked by name run in this one."""
     return 0 if config.option.keyword or any("::" in word for word in config.args) else 2
+
+
+TOGETHER = {  # tests that are to run in one process, one after the other, by a pattern of their names
+    "what one trains the next resumes": "test_commands.py::.*documented",
+    "three ranks, started once": r"test_resume_is_exact(\[3\]|_on_three)",
+    "two ranks, started once in a smoke run": "test_distributed.py::test_(parameters|gradient)",
+}
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """Not the mark xdist_group: pytest-xdist 3.8 overlooks it under pytest 9.2, in silence."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return next((group for group, pattern in TOGETHER.items() if re.search(pattern, nodeid)), nodeid)
+
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the test's time limit

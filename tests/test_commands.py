@@ -94,7 +94,6 @@ def workspace(tmp_path_factory):
     return tmp_path_factory.mktemp("documented")
 
 
-@pytest.mark.xdist_group("documented")
 @pytest.mark.parametrize("line", dict.fromkeys(x for x in commands() if not x.startswith("pip install")))
 def test_every_documented_command_runs(workspace, line):
     """In their order, so that what one trains the next can resume; .ci/run runs those that install."""
@@ -105,7 +104,6 @@ def test_every_documented_command_runs(workspace, line):
     assert after == before + trains
 
 
-@pytest.mark.xdist_group("documented")
 def test_documented_runs_left_what_they_should(workspace):
     assert len(list((workspace / "runs").glob("*/checkpoints/latest"))) >= 6
     assert list((workspace / "runs").glob("*/videos/*.gif"))

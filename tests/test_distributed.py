@@ -32,7 +32,6 @@ def assert_same_bits(one: dict, two: dict):
 
 
 @pytest.mark.smoke
-@pytest.mark.xdist_group("one launch")
 def test_parameters_are_bit_equal_after_updates(tmp_path):
     """Weights, and statistics of observations and returns; and the ranks really held different data."""
     (one, two), _ = worker(tmp_path, "plain", 2, norm_reward=True, backend="gloo")
@@ -47,7 +46,6 @@ def test_parameters_are_bit_equal_after_updates(tmp_path):
 
 
 @pytest.mark.smoke
-@pytest.mark.xdist_group("one launch")
 @pytest.mark.parametrize("sizes", ["equal", "unequal", "empty"])
 def test_gradient_equals_that_of_the_joined_batch(tmp_path, sizes):
     """Also where the ranks hold different numbers of samples, and where one has nothing in a minibatch."""

@@ -334,7 +334,6 @@ def test_resume_is_exact(tmp_path, env_id):
     assert_same(scores(tmp_path / "whole"), scores(tmp_path / "parts"))
 
 
-@pytest.mark.xdist_group("three ranks")
 def test_resume_is_exact_on_three_processes(tmp_path):
     """With two a sum has only one order: DDP's regrouping of gradients would go unseen."""
     options = "--num-envs 8 --group-size 4 --num-minibatches 2 --eval-episodes 6 --hidden-size 32 --save-interval 1"

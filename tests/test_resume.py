@@ -100,9 +100,7 @@ def cut_back(run_dir: Path, name: str, step: int) -> Path:
     return copy
 
 
-@pytest.mark.parametrize(
-    "nproc", [pytest.param(1, marks=pytest.mark.smoke), pytest.param(3, marks=pytest.mark.xdist_group("three ranks"))]
-)
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.smoke), 3])
 def test_resume_is_exact(tmp_path, nproc):
     """2K iterations at once, and K more from a checkpoint: the same bits in weights, optimizer, statistics, metrics.
 
@@ -524,7 +522,6 @@ def test_a_corrupted_weight_is_caught(tmp_path):
 
 
 @pytest.mark.alone
-@pytest.mark.xdist_group("alone")
 def test_stragglers_are_preempted(tmp_path):
     """One rank six times slower: with preemption the run is faster, and every sample collected is trained on."""
     results = {}
@@ -546,7 +543,6 @@ def test_stragglers_are_preempted(tmp_path):
 
 
 @pytest.mark.alone
-@pytest.mark.xdist_group("alone")
 def test_ranks_of_equal_speed_lose_little_to_preemption(tmp_path):
     settings = {"num_steps": 64, "num_envs": 8, "total_timesteps": 64 * 8 * 2 * 15, "preempt_fraction": 0.5}
     records, _ = worker(tmp_path, "even", 2, **settings)
