@@ -1,7 +1,11 @@
 """What several tests need: running a script as its users do, in real processes, with a hard time limit."""
 
+import contextlib
+import fcntl
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -41,8 +45,46 @@ def clean_env(**extra: str) -> dict[str, str]:
     return env | settings | {"OMP_NUM_THREADS": "1"} | extra
 
 
+def pytest_xdist_auto_num_workers(config) -> int:
+    """Two processes run the tests, which is what two cores carry; tests that were picked by name run in this one."""
+    return 0 if config.option.keyword or any("::" in word for word in config.args) else 2
+
+
+TOGETHER = {  # tests that are to run in one process, one after the other, by a pattern of their names
+    "what one trains the next resumes": "test_commands.py::.*documented",
+    "three ranks, started once": r"test_resume_is_exact(\[3\]|_on_three)",
+    "two ranks, started once in a smoke run": "test_distributed.py::test_(parameters|gradient)",
+}
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """Not the mark xdist_group: pytest-xdist 3.8 overlooks it under pytest 9.2, in silence."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return next((group for group, pattern in TOGETHER.items() if re.search(pattern, nodeid)), nodeid)
+
+    return Scheduling(config, log)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the test's time limit
+def pytest_runtest_protocol(item):
+    """A test that is marked `alone` waits until the other process is between two tests, and keeps it there."""
+    with open(__file__) as gate, open(ROOT / "pyproject.toml") as room:  # any two files serve as locks
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        if item.get_closest_marker("alone"):
+            fcntl.flock(room, fcntl.LOCK_EX)
+        else:
+            fcntl.flock(room, fcntl.LOCK_SH)
+            fcntl.flock(gate, fcntl.LOCK_UN)
+        return (yield)
+
+
 class Process(subprocess.Popen):
     """A command with a time limit, of which nothing is left behind."""
+
+    started = []
 
     def __init__(self, command: list[str], log: Path | None = None, **extra: str):
         super().__init__(
@@ -54,6 +96,7 @@ class Process(subprocess.Popen):
             text=True,
             start_new_session=True,
         )
+        Process.started.append(self)
 
     def finish(self, timeout: float = 120) -> tuple[int, str]:
         try:
@@ -66,9 +109,12 @@ class Process(subprocess.Popen):
 
     def kill_all(self) -> None:
         """Also the workers that torchrun puts into sessions of their own."""
-        parent = psutil.Process(self.pid)
-        for process in [*parent.children(recursive=True), parent]:
-            process.kill()
+        if self.poll() is None:
+            parent = psutil.Process(self.pid)
+            for process in [*parent.children(recursive=True), parent]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self.wait()
 
 
 def free_port() -> int:
@@ -85,6 +131,17 @@ def run(*command, timeout: float = 120, ok: bool = True, **extra: str) -> str:
 
 
 @pytest.fixture(autouse=True)
+def no_process_is_left_behind():
+    """Also by a test that fails."""
+    yield
+    kept = [pool.process for pool in workers.values()]
+    for process in Process.started:
+        if process not in kept:
+            process.kill_all()
+    Process.started[:] = [process for process in kept if process is not None]
+
+
+@pytest.fixture(autouse=True)
 def restored_signals():
     """A script that runs in this process takes the signals; give them back."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -95,35 +152,43 @@ def restored_signals():
 
 
 class Workers:
-    """Two ranks under one torchrun that run one job after the other."""
+    """The ranks of one torchrun that run one job after the other: starting them is what takes long."""
 
-    process, folder, jobs = None, None, 0
+    def __init__(self, nproc: int):
+        self.nproc, self.process, self.folder, self.jobs = nproc, None, None, 0
 
-    def run(self, timeout: float = 120, **job) -> None:
+    def run(self, timeout: float = 120, **job) -> str:
+        """What rank 0 prints in a job (see worker.py) that all ranks are to end as it says."""
         if self.process is None or self.process.poll() is not None:
             self.folder, self.jobs = Path(tempfile.mkdtemp()), 0
-            self.process = Process([*script("tests/worker.py", 2), self.folder], log=self.folder / "log")
+            (self.folder / "owner").write_text(str(os.getpid()))
+            self.process = Process([*script("tests/worker.py", self.nproc), self.folder], log=self.folder / "log")
         file = self.folder / f"{self.jobs}.json"
-        file.with_suffix(".part").write_text(json.dumps(job))
+        file.with_suffix(".part").write_text(json.dumps(job, default=str))
         file.with_suffix(".part").rename(file)
         self.jobs, end = self.jobs + 1, time.time() + timeout
-        while not all(file.with_suffix(f".done_{rank}").exists() for rank in (0, 1)):
-            if self.process.poll() is not None or time.time() > end:
-                self.stop()
-                pytest.fail(f"{job['name']} {job['case']} failed\n{(self.folder / 'log').read_text()[-4000:]}")
-            time.sleep(0.02)
+        try:
+            while not all(file.with_suffix(f".done_{rank}").exists() for rank in range(self.nproc)):
+                if self.process.poll() is not None or time.time() > end:
+                    pytest.fail(f"{job} failed\n{(self.folder / 'log').read_text()[-4000:]}")
+                time.sleep(0.02)
+        except BaseException:  # also the test's own time limit: the next one gets new ranks
+            self.process.kill_all()
+            raise
+        return file.with_suffix(".out_0").read_text()
 
     def stop(self) -> None:
-        if self.process is not None and self.process.poll() is None:
+        if self.process is not None:
             self.process.kill_all()
-            self.process.wait()
+            shutil.rmtree(self.folder)
 
 
-workers = Workers()
+workers = {nproc: Workers(nproc) for nproc in (2, 3)}
 
 
 def pytest_sessionfinish():
-    workers.stop()
+    for pool in workers.values():
+        pool.stop()
 
 
 def script(name: str, nproc: int = 1) -> list[str]:

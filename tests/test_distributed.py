@@ -12,14 +12,14 @@ import ppo_ddp
 SMALL = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "update_epochs": 2, "total_timesteps": 192}
 
 
-def worker(tmp_path, case, nproc, ok=True, name="ppo_ddp", defaults=SMALL, **changes):
-    """What each rank recorded of a run under torchrun, and its output if it was to fail.
+def worker(tmp_path, case, nproc, ok=True, own=False, name="ppo_ddp", defaults=SMALL, **changes):
+    """What each rank recorded of a run under torchrun, and its output.
 
-    Two ranks that are to succeed are those of one launch that serves all tests: starting them is what takes long.
+    Two ranks are those of one launch that serves all tests: starting them is what takes long. With `own` they are not.
     """
-    output, text = tmp_path / f"{case}_{nproc}", ""
-    if ok and nproc == 2:
-        workers.run(name=name, case=case, output=str(output), changes=defaults | changes)
+    output = tmp_path / f"{case}_{nproc}"
+    if nproc == 2 and not own:
+        text = workers[2].run(name=name, case=case, output=str(output), changes=defaults | changes, ok=ok)
     else:
         text = run(*script("tests/worker.py", nproc), name, case, output, json.dumps(defaults | changes), ok=ok)
     return [torch.load(output / f"record_{r}.pt", weights_only=False) for r in range(nproc)], text
@@ -125,12 +125,12 @@ def test_nan_gradient_on_one_rank_skips_the_update_on_both(tmp_path):
 
 
 def test_nan_from_one_env_stops_both(tmp_path):
-    _, text = worker(tmp_path, "env_nan", 2, ok=False)
+    _, text = worker(tmp_path, "env_nan", 2, ok=False, own=True)
     assert "NaN or infinity from PushCube on rank 1 in iteration 3" in text
 
 
 def test_an_exception_on_one_rank_stops_both(tmp_path):
-    _, text = worker(tmp_path, "env_error", 2, ok=False)
+    _, text = worker(tmp_path, "env_error", 2, ok=False, own=True)
     assert "the simulator broke" in text
 
 

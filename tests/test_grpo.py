@@ -11,7 +11,7 @@ import gymnasium as gym
 import pytest
 import torch
 import tyro
-from conftest import run, script
+from conftest import run, script, workers
 from tensordict import TensorDict
 from test_distributed import assert_same_bits
 from test_distributed import worker as start_worker
@@ -338,9 +338,9 @@ def test_resume_is_exact_on_three_processes(tmp_path):
     """With two a sum has only one order: DDP's regrouping of gradients would go unseen."""
     options = "--num-envs 8 --group-size 4 --num-minibatches 2 --eval-episodes 6 --hidden-size 32 --save-interval 1"
     options = [*options.split(), "--keep-checkpoints", 100, "--total-timesteps", 9600, "--output-dir", tmp_path]
-    run(*script("grpo_ddp.py", 3), *options, "--run-name", "whole")
+    workers[3].run(name="grpo_ddp", options=[*options, "--run-name", "whole"])
     cut_back(tmp_path / "whole", "parts", 4800)
-    text = run(*script("grpo_ddp.py", 3), *options, "--run-name", "parts", "--resume", "auto")
+    text = workers[3].run(name="grpo_ddp", options=[*options, "--run-name", "parts", "--resume", "auto"])
     assert f"resuming {tmp_path}/parts/checkpoints/step_4800" in text
     assert_same(checkpoint(newest(tmp_path / "whole")), checkpoint(newest(tmp_path / "parts")))
     assert_same(scores(tmp_path / "whole"), scores(tmp_path / "parts"))

@@ -17,7 +17,7 @@ import torch
 import transformers
 import tyro
 from accelerate.state import AcceleratorState
-from conftest import ROOT, Process, run, script
+from conftest import ROOT, Process, script, workers
 from PIL import Image
 from tensordict import TensorDict
 from test_resume import assert_same, checkpoint, cut_back, newest, scores, wait_for
@@ -909,7 +909,7 @@ def test_ctrl_c_on_one_rank_saves_and_ends_all(tmp_path):
     words = [*options(total_timesteps=10**6, save_interval=32), "--output-dir", tmp_path, "--run-name", "run"]
     process = Process([*script("ppo_vla_async.py", 2), *words])
     wait_for(lambda: (tmp_path / "run" / "checkpoints" / "latest").exists(), 90)
-    os.kill(workers(process)[1], signal.SIGINT)
+    os.kill(pids_of(process)[1], signal.SIGINT)
     code, text = process.finish(60)
     assert code == 0 and "stopped by a signal" in text, text[-3000:]
     saved = checkpoint(newest(tmp_path / "run"))["trainer"]
@@ -935,7 +935,7 @@ def test_ctrl_c_in_one_process(tmp_path, monkeypatch, capsys):
     assert 16 <= saved["global_step"] == 16 * saved["iteration"] <= 64
 
 
-def workers(process: Process) -> dict[int, int]:
+def pids_of(process: Process) -> dict[int, int]:
     import psutil
 
     found = {}
@@ -950,7 +950,7 @@ def test_a_killed_rank_takes_the_others_along(tmp_path):
     process = Process([*script("ppo_vla_async.py", 2), *words])
     wait_for(lambda: list((tmp_path / "run").glob("events*")), 90)
     time.sleep(2)
-    pids = workers(process)
+    pids = pids_of(process)
     os.kill(pids[1], signal.SIGKILL)
     code, _ = process.finish(60)
     assert code != 0
@@ -1021,7 +1021,7 @@ def test_the_policy_folder_loads_everywhere(tmp_path):
 def test_two_processes_agree(tmp_path):
     """Weights bit-equal (the run checks it every iteration), frozen ones untouched; and one process can go on."""
     words = [*options(check_interval=1, lora_rank=2, max_staleness=1, save_interval=32), "--output-dir", tmp_path]
-    run(*script("ppo_vla_async.py", 2), *words, "--run-name", "run")
+    workers[2].run(name="ppo_vla_async", options=[*words, "--run-name", "run"])
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["world_size"] == 2 and summary["charts/staleness_max"] <= 1
     saved = checkpoint(newest(tmp_path / "run"))

@@ -2,18 +2,24 @@
 
 torchrun ... tests/worker.py SCRIPT CASE OUTPUT '{"num_envs": 4}'
 torchrun ... tests/worker.py FOLDER      # one job after the other, as their files FOLDER/0.json, 1.json, ... appear
+
+Such a job is one of the above, or a script's command line as it is; with "ok": false all ranks are to leave it with an
+error message. What a rank prints is in FOLDER/0.out_<rank>, ...
 """
 
+import gc
 import importlib
 import json
 import os
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import torch
+import tyro
 from accelerate.state import AcceleratorState
 
 rank = int(os.environ.get("RANK", 0))
@@ -134,19 +140,42 @@ def run(name: str, case: str, output: str, changes: dict) -> None:
             save(record, f"{output}/record_{rank}.pt")
 
 
+def command(name: str, options: list, launch: str) -> None:
+    """A script as its users start it. To the run's folder, each job is a launch of its own."""
+    script = importlib.import_module(name)
+    with mock.patch.object(script, "launcher_name", lambda: launch):
+        script.main(tyro.cli(script.Args, args=[str(x) for x in options]))
+
+
 if len(sys.argv) > 2:
     name, case, output, changes = sys.argv[1:5]
     run(name, case, output, json.loads(changes))
 else:
-    number = 0
+    number, folder = 0, Path(sys.argv[1])
+    owner = int((folder / "owner").read_text())
     while True:
-        job = Path(sys.argv[1]) / f"{number}.json"
-        while not job.exists():
+        file = folder / f"{number}.json"
+        while not file.exists():
             time.sleep(0.02)
-            if os.getppid() == 1:
+            if os.getppid() == 1 or not psutil.pid_exists(owner):
                 sys.exit()
         # As after a restart: the process group starts anew, under a name of its own in torchrun's store.
         AcceleratorState._reset_state(reset_partial_state=True)
-        run(**json.loads(job.read_text()))
-        job.with_suffix(f".done_{rank}").touch()
+        job = json.loads(file.read_text())
+        ok = job.pop("ok", True)
+        with file.with_suffix(f".out_{rank}").open("w", buffering=1) as output, redirect_stdout(output):
+            try:
+                if "case" in job:
+                    run(**job)
+                else:
+                    command(**job, launch=str(file))
+                stopped = None
+            except SystemExit as stop:  # another exception ends this launch, and the test that it is for
+                stopped = stop.code
+            print(stopped or "")
+        assert bool(stopped) != ok, stopped
+        gc.collect()  # what a run that was left in the middle still holds
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        file.with_suffix(f".done_{rank}").touch()
         number += 1
