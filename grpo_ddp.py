@@ -76,6 +76,7 @@ class Args:
     # Environment
     env_id: str = "PushCube"  # embedded env (PushCube, CartPole, Tabletop) or gym/<id>
     num_envs: int = 256  # parallel envs of each process
+    episodes_per_env: int = 1  # episodes of each env in one rollout
     group_size: int = 8  # envs that start alike: their episodes are compared with one another
     reward: Literal["env", "success"] = "env"  # success: 1 at the end of a success, else 0
 
@@ -111,7 +112,7 @@ class Args:
 
 
 POSITIVE = """
-    num_envs total_timesteps learning_rate desired_kl num_minibatches update_epochs clip_coef
+    num_envs episodes_per_env total_timesteps learning_rate desired_kl num_minibatches update_epochs clip_coef
     clip_coef_high max_grad_norm hidden_size keep_checkpoints timeout
 """.split()
 NATURAL = """
@@ -346,6 +347,35 @@ class Agent(nn.Module):
         logprob = -0.5 * z.square() - logstd - 0.5 * math.log(2 * math.pi)
         entropy = logstd + 0.5 * math.log(2 * math.pi * math.e)
         return action, logprob.sum(-1), entropy.sum(-1)
+
+
+def episode_places(active, ends, group_size: int, episodes: int) -> torch.Tensor:
+    """Where each step of [T, N] stands in a table with one episode in each of its N * episodes columns.
+
+    An env that has ended an episode starts the next one at once. The n-th episodes of the envs of a
+    group started in the same state: they stand side by side. A step that is not active has none (-1).
+    """
+    steps, num_envs = active.shape
+    step = torch.arange(steps, device=active.device)[:, None]
+    begin = torch.where(ends, step + 1, 0).cummax(0).values.roll(1, 0)
+    begin[0] = 0
+    number = ends.cumsum(0) - ends.long()
+    env = torch.arange(num_envs, device=active.device)
+    # CRUCIAL: only episodes from the same start are compared.
+    column = (env // group_size * episodes + number) * group_size + env % group_size
+    return torch.where(active, (step - begin) * num_envs * episodes + column, -1)
+
+
+def to_table(x: torch.Tensor, places: torch.Tensor, columns: int) -> torch.Tensor:
+    """-> [T, columns], 0 where no step stands."""
+    table = x.new_zeros(x.shape[0] * columns + 1)
+    table[places] = x
+    return table[:-1].view(-1, columns)
+
+
+def from_table(table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """-> [T, N], 0 for a step that stands nowhere."""
+    return torch.cat([table.reshape(-1), table.new_zeros(1)])[places]
 
 
 def group_advantages(rewards, active, group_size: int, gamma: float, step_wise: bool, scale: bool):
@@ -1008,53 +1038,61 @@ def main(args: Args) -> None:
         elif args.lr_schedule == "linear":
             progress.learning_rate = args.learning_rate * (1.0 - progress.global_step / args.total_timesteps)
 
-        # ---- Rollout: one episode in each env, with the statistics of the observations frozen
+        # ---- Rollout: as many episodes in each env, one right after the other; statistics frozen
         rollout_start = time.perf_counter()
         agent.eval()
         rows = []
+        episodes = []
         env_metrics = {}
-        episodes = {name: torch.zeros(args.num_envs, device=device) for name in ("return", "length", "success")}
-        running = torch.ones(args.num_envs, dtype=torch.bool, device=device)
+        left = torch.full((args.num_envs,), args.episodes_per_env, device=device)  # to start or to finish
         with torch.no_grad(), accelerator.autocast():
             # CRUCIAL: the number of the iteration makes the starts: new ones each time, and the same after a resume.
-            next_obs = env.reset(episode=progress.iteration)
-            for step in range(1, env.max_episode_steps + 1):
+            next_obs = env.reset(episode=progress.iteration * args.episodes_per_env)
+            for step in range(1, args.episodes_per_env * env.max_episode_steps + 1):
+                running = left > 0
                 action, logprob, _ = act(next_obs)
                 row = [next_obs, action, logprob, running]
                 next_obs, reward, terminated, truncated, info = env.step(action, running)
                 ended = running & (terminated | truncated)
-                for name, x in episodes.items():
-                    episodes[name] = torch.where(ended, info["episode"][name].float(), x)
                 if args.reward == "success":
                     reward = torch.where(ended, info["episode"]["success"], 0.0)
-                rows.append([*row, reward])
+                rows.append([*row, reward, ended])
+                episodes.append(info["episode"])
                 for name, x in info["metrics"].items():
                     env_metrics[name] = env_metrics.get(name, 0.0) + (x * running).sum()
-                running = running & ~ended
+                left = left - ended.long()
                 # On a GPU a look costs a host sync, and steps in which nobody moves cost less.
-                if (device.type == "cpu" or step % 16 == 0) and not running.any():
+                if (device.type == "cpu" or step % 16 == 0) and not left.any():
                     break
-            obs, actions, logprobs, active, rewards = [torch.stack(column) for column in zip(*rows)]
+            obs, actions, logprobs, active, rewards, ends = [torch.stack(column) for column in zip(*rows)]
+            episodes = {name: torch.stack([episode[name] for episode in episodes]) for name in episodes[0]}
 
-            # ---- Advantages
+            # ---- Advantages, in a table with an episode in each column
+            columns = args.num_envs * args.episodes_per_env
+            places = episode_places(active, ends, args.group_size, args.episodes_per_env)
             advantages, valid, scores = group_advantages(
-                rewards, active, args.group_size, args.gamma, args.advantage == "step", args.scale
-            )
+                to_table(rewards, places, columns), to_table(active, places, columns),
+                args.group_size, args.gamma, args.advantage == "step", args.scale,
+            )  # fmt: skip
+            success = to_table(episodes["success"] * ends, places, columns).nan_to_num().sum(0)
+            success_rate = success.view(-1, args.group_size).mean(1)
             low, high = args.filter_success
-            success_rate = episodes["success"].nan_to_num().view(-1, args.group_size).mean(1)
             kept = (low <= success_rate) & (success_rate <= high)
             valid = valid & kept.repeat_interleave(args.group_size)
+            silent = ~valid.any(0).view(-1, args.group_size).any(1)
+            advantages = from_table(advantages, places)
+            valid = from_table(valid, places)
             needs_success = args.reward == "success" or (low, high) != (0.0, 1.0)
-            unknown = episodes["success"].isnan().any() & needs_success
+            unknown = (episodes["success"].isnan() & ends).any() & needs_success
             finite = torch.stack([x.isfinite().all() for x in (rewards, *obs.values())]).all()
 
         # ---- Exchange what all ranks must know of each other
         mine = {"samples": valid.sum(), "steps": active.sum(), "rows": active.numel()}
         mine |= {"broken": ~finite & ~unknown, "unknown": unknown, "stop": bool(run.signals)}
-        mine["episodes"] = episode_sums(torch.ones_like(running), episodes)
+        mine["episodes"] = episode_sums(ends, episodes)
         mine["group_return"] = scores.double().sum()
         mine["group_std"] = scores.view(-1, args.group_size).std(1, correction=0).double().sum()
-        mine["silent"] = (~valid.any(0).view(-1, args.group_size).any(1)).sum()
+        mine["silent"] = silent.sum()
         if args.norm_obs:
             for name, moments in agent.obs_moments.items():
                 mine[f"obs_{name}"] = moments.sums(obs[name][active])
@@ -1143,9 +1181,9 @@ def main(args: Args) -> None:
         log["time/wait_min"] = ranks["time/wait"].min().item()
         log["time/wait_max"] = ranks["time/wait"].max().item()
         log["charts/minibatch_size"] = samples / args.num_minibatches
-        log["charts/episodes"] = world * args.num_envs
-        log["charts/group_return_mean"] = sums["group_return"].item() / (world * args.num_envs)
-        groups = world * args.num_envs // args.group_size
+        log["charts/episodes"] = world * columns
+        log["charts/group_return_mean"] = sums["group_return"].item() / (world * columns)
+        groups = world * columns // args.group_size
         log["charts/group_return_std"] = sums["group_std"].item() / groups
         log["charts/groups_without_signal"] = sums["silent"].item() / groups
         log["charts/valid_fraction"] = samples / steps

@@ -268,8 +268,9 @@ def test_policies(script, discrete):
     def function(device):
         agent = script.Agent(spaces(discrete), script.Args()).to(device)
         obs = TensorDict({"state": torch.randn(4, 5, device=device)}, [4], device=device)
-        drawn, best = agent(obs), agent(obs, deterministic=True)
-        scored = agent(obs, drawn[0])
+        seen = agent.see(obs)
+        drawn, best = agent(seen), agent(seen, deterministic=True)
+        scored = agent(seen, drawn[0])
         sum(x.sum() for x in scored[1:]).backward()
         return [drawn, best, scored, [p.grad for p in agent.parameters()], script.checksum(list(agent.parameters()))]
 

@@ -63,16 +63,18 @@ def test_gradient_equals_that_of_the_joined_batch(tmp_path, sizes):
     agent.load_state_dict(ranks[0]["initial"])
     counts = [steps[r] * rows[r] for r in (0, 1)]
     empty_seen = 0
+    held = [iter(r["batches"]) for r in ranks]  # of the minibatches in which a rank has something
     for m in range(minibatches):
-        batches = [r["batches"][m] for r in ranks]
         mine = [counts[r] * (m + 1) // minibatches - counts[r] * m // minibatches for r in (0, 1)]
-        assert [len(b["action"]) for b in batches] == [max(n, 1) for n in mine]
+        batches = [next(held[r]) if mine[r] else None for r in (0, 1)]
+        assert all(len(b["action"]) == n for b, n in zip(batches, mine) if n)
         empty_seen += 0 in mine
         agent.zero_grad()
         loss = 0.0
         for batch, size in zip(batches, mine):
             if size:
-                _, logprob, entropy, value = agent(batch["obs"], batch["action"])
+                _, logprob, entropy = agent(batch["seen"], batch["action"])
+                value = agent.value(batch["seen"])
                 loss = loss + ppo_ddp.ppo_loss(logprob, entropy, value, *batch["inputs"][3:])[0]
         (loss / sum(mine)).backward()
         for r in ranks:

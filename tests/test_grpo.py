@@ -12,7 +12,6 @@ import pytest
 import torch
 import tyro
 from conftest import run, script, workers
-from tensordict import TensorDict
 from test_distributed import assert_same_bits
 from test_distributed import worker as start_worker
 from test_ppo import made  # noqa: F401  (a fixture)
@@ -21,7 +20,7 @@ from test_resume import assert_same, checkpoint, cut_back, newest, scores
 import envs
 import grpo_ddp
 import ppo_ddp
-from grpo_ddp import LOSSES, Agent, Args, group_advantages, grpo_loss
+from grpo_ddp import LOSSES, Agent, Args, episode_places, from_table, group_advantages, grpo_loss, to_table
 
 SMALL = {"num_envs": 8, "group_size": 4, "num_minibatches": 2, "update_epochs": 2, "eval_episodes": 4}
 
@@ -90,6 +89,74 @@ def test_groups_without_variance_are_not_valid():
         assert step_wise or not valid.any()
 
 
+@pytest.mark.parametrize("step_wise", [False, True])
+def test_episodes_one_after_the_other_are_compared_by_their_start(step_wise):
+    """Two groups of three envs, two episodes each: the same advantages as with every episode in a row of its own."""
+    g = torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, 6, (6, 2), generator=g)  # of the first and the second episode of each env
+    T = int(lengths.sum(1).max())
+    step = torch.arange(T)[:, None]
+    active = step < lengths.sum(1)
+    ends = (step == lengths[:, 0] - 1) | (step == lengths.sum(1) - 1)
+    rewards = torch.randn(T, 6, generator=g)
+    places = episode_places(active, ends, 3, 2)
+    advantages, valid, _ = group_advantages(
+        to_table(rewards, places, 12), to_table(active, places, 12), 3, 0.9, step_wise, scale=True
+    )
+    advantages, valid = from_table(advantages, places), from_table(valid, places)
+    assert not advantages[~active].any() and not valid[~active].any()
+    for group in (0, 3):
+        for number in (0, 1):
+            rows = []
+            for env in range(group, group + 3):
+                first = 0 if number == 0 else lengths[env, 0]
+                rows.append(slice(first, first + lengths[env, number]))
+            alone, running = episodes(*(rewards[rows[k], group + k].tolist() for k in range(3)))
+            expected, kept, _ = group_advantages(alone, running, 3, 0.9, step_wise, scale=True)
+            for k, row in enumerate(rows):
+                torch.testing.assert_close(advantages[row, group + k], expected[: lengths[group + k, number], k])
+                assert torch.equal(valid[row, group + k], kept[: lengths[group + k, number], k])
+
+
+def test_an_env_runs_its_next_episode_at_once_from_the_start_of_its_group(tmp_path, made):  # noqa: F811
+    """--episodes-per-env 3: the n-th episodes of a group start equal, no start is used twice, and rows idle less."""
+    first = {}
+    real = made.real
+
+    def make(*args, **kwargs):
+        env = real(*args, **kwargs)
+        if env.num_envs == 8:
+            step = env.step
+            env.calls = 0
+
+            def watched(action, active=None, look=True):
+                env.calls += 1
+                obs, reward, terminated, truncated, info = step(action, active, look)
+                done = active & (torch.arange(8) % 4 < env.calls % 5)
+                if done.any():  # end the episode here, whatever the physics says
+                    restarted = env._restart(done, env._state, env._episode, env._steps, env._return)
+                    env._state, env._episode, env._steps, env._return, parts = restarted
+                    obs = obs.clone()
+                    obs["state"] = parts["state"]
+                    for i in done.nonzero().flatten().tolist():
+                        first.setdefault(i, []).append(obs["state"][i].clone())
+                return obs, reward, done, done & False, info
+
+            env.step = watched
+        return env
+
+    made.patch(make)
+    grpo_ddp.main(small(tmp_path, group_size=4, episodes_per_env=3, total_timesteps=1))
+    assert all(len(starts) == 3 for starts in first.values()) and len(first) == 8
+    for number in range(2):  # the last one is that of an episode which nobody runs
+        starts = torch.stack([first[i][number] for i in range(8)]).view(2, 4, -1)
+        assert (starts == starts[:, :1]).all()
+        assert not torch.equal(starts[0, 0], starts[1, 0])
+    assert not torch.equal(first[0][0], first[0][1])
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["charts/episodes"] == 24
+
+
 def test_flat_data_is_refused():
     with pytest.raises(ValueError, match=r"\[T, N\]"):
         group_advantages(torch.zeros(6), torch.ones(6, dtype=torch.bool), 3, 1.0, False, True)
@@ -102,7 +169,7 @@ def gradient(rewards, active, obs, actions, group_size, **settings):
     torch.nn.init.normal_(agent.actor[-1].weight, std=0.1)
     advantages, valid, _ = group_advantages(rewards, active, group_size, 1.0, settings["step_wise"], True)
     rows = valid.view(-1)
-    batch = TensorDict({"state": obs.flatten(0, 1)}, [rows.numel()])[rows]
+    batch = agent.see({"state": obs.flatten(0, 1)[rows]})
     _, logprob, entropy = agent(batch, actions.flatten(0, 1)[rows])
     with torch.no_grad():
         before = old(batch, actions.flatten(0, 1)[rows])[1]
@@ -169,7 +236,7 @@ def test_members_of_a_group_start_equal_and_groups_differ(tmp_path, env_id):
     halves, _ = worker(tmp_path, "plain", 2, env_id=env_id, total_timesteps=1, eval_episodes=2)
     whole = envs.make(env_id, 16, seed=1, group_size=4).reset(episode=1)["state"]
     check_starts(whole)
-    assert torch.equal(whole, torch.cat([h["starts"][1] for h in halves]))
+    assert torch.equal(whole, torch.cat([h["starts"][0] for h in halves]))
 
 
 def check_starts(start):
@@ -191,11 +258,11 @@ def test_every_iteration_starts_in_new_states(tmp_path, made, env_id):  # noqa: 
         return env
 
     made.patch(make)
-    grpo_ddp.main(small(tmp_path, env_id=env_id, total_timesteps=400 if "/" in env_id else 1700))
+    grpo_ddp.main(small(tmp_path, env_id=env_id, total_timesteps=600 if "/" in env_id else 2500))
     assert len(starts) >= 3
     for start in starts:
         check_starts(start["state"])
-    firsts = torch.cat([s["state"][::4] for s in starts[1:]])
+    firsts = torch.cat([s["state"][::4] for s in starts])
     assert len(firsts.unique(dim=0)) == len(firsts)
 
 
@@ -396,10 +463,12 @@ def test_gradient_equals_that_of_the_joined_batch(tmp_path, mute):
         agent.zero_grad()
         loss, count, kl = 0.0, 0, 0.0
         for rank, muted in zip(ranks, mute):
-            batch = rank["batches"][update]
-            assert len(batch["action"]) == max(1, 100 * (8 - muted))
-            if muted < 8:
-                _, logprob, entropy = agent(batch["obs"], batch["action"])
+            if muted == 8:
+                assert not rank["batches"]
+            else:
+                batch = rank["batches"][update]
+                assert len(batch["action"]) == 100 * (8 - muted)
+                _, logprob, entropy = agent(batch["seen"], batch["action"])
                 part, logged = grpo_loss(logprob, entropy, *batch["inputs"][2:])
                 loss, count, kl = loss + part, count + len(logprob), kl + logged[LOSSES.index("losses/ref_kl")]
         (loss / count).backward()
@@ -462,9 +531,10 @@ def test_a_checkpoint_of_ppo_is_not_resumed(tmp_path):
 def test_discrete_actions(tmp_path):
     env = envs.make("gym/CartPole-v1", 4)
     agent = Agent(env, Args())
-    action, logprob, entropy = agent(env.reset())
+    seen = agent.see(env.reset())
+    action, logprob, entropy = agent(seen)
     assert isinstance(env.single_action_space, gym.spaces.Discrete) and action.dtype == torch.int64
-    torch.testing.assert_close(agent(env.reset(), action)[1], logprob)
+    torch.testing.assert_close(agent(seen, action)[1], logprob)
 
 
 def test_push_cube_is_learned(tmp_path):

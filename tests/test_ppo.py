@@ -87,15 +87,15 @@ def test_running_moments_equal_those_of_all_data():
 def test_gaussian_policy_matches_torch():
     env = envs.make("PushCube", 6)
     agent = Agent(env, Args())
-    obs = env.reset()
-    action, logprob, entropy, value = agent(obs)
-    mean = agent(obs, deterministic=True)[0]
+    seen = agent.see(env.reset())
+    action, logprob, entropy = agent(seen)
+    mean = agent(seen, deterministic=True)[0]
     reference = torch.distributions.Normal(mean, agent.actor_logstd.exp())
     torch.testing.assert_close(logprob, reference.log_prob(action).sum(-1))
     torch.testing.assert_close(entropy, reference.entropy().expand(6, 2).sum(-1))
-    torch.testing.assert_close(agent(obs, action)[1], logprob)
-    assert value.shape == (6,)
-    many = torch.cat([agent(obs)[0] for _ in range(2000)]).view(2000, 6, 2)
+    torch.testing.assert_close(agent(seen, action)[1], logprob)
+    assert agent.value(seen).shape == (6,)
+    many = torch.cat([agent(seen)[0] for _ in range(2000)]).view(2000, 6, 2)
     torch.testing.assert_close(many.mean(0), mean, atol=0.1, rtol=0)
 
 
@@ -104,13 +104,13 @@ def test_categorical_policy_matches_torch():
     env = envs.make("gym/CartPole-v1", 4)
     agent = Agent(env, Args())
     torch.nn.init.normal_(agent.actor[-1].weight)
-    obs = env.reset()
-    action, logprob, entropy, _ = agent(obs)
-    reference = torch.distributions.Categorical(logits=agent.actor(agent.obs_moments["state"](obs["state"])))
+    seen = agent.see(env.reset())
+    action, logprob, entropy = agent(seen)
+    reference = torch.distributions.Categorical(logits=agent.actor(seen))
     torch.testing.assert_close(logprob, reference.log_prob(action))
     torch.testing.assert_close(entropy, reference.entropy())
-    assert torch.equal(agent(obs, deterministic=True)[0], reference.probs.argmax(-1))
-    many = torch.stack([agent(obs)[0] for _ in range(4000)]).float().mean(0)
+    assert torch.equal(agent(seen, deterministic=True)[0], reference.probs.argmax(-1))
+    many = torch.stack([agent(seen)[0] for _ in range(4000)]).float().mean(0)
     torch.testing.assert_close(many, reference.probs[:, 1], atol=0.04, rtol=0)
 
 
@@ -122,8 +122,9 @@ def test_privileged_observations_reach_only_the_critic():
     agent = Agent(env, Args())
     obs = env.reset()
     one, two = (TensorDict({"state": obs["state"], "privileged": torch.full((4, 3), x)}, [4]) for x in (0.0, 1.0))
+    one, two = agent.see(one), agent.see(two)
     assert torch.equal(agent(one, deterministic=True)[0], agent(two, deterministic=True)[0])
-    assert not torch.equal(agent(one)[3], agent(two)[3])
+    assert not torch.equal(agent.value(one), agent.value(two))
 
 
 @pytest.mark.smoke
@@ -251,7 +252,7 @@ def test_truncation_is_bootstrapped_with_the_final_observation(tmp_path, monkeyp
             agent = Agent(made[1], small(tmp_path))
             torch.set_rng_state(torch_state)
             with torch.no_grad():
-                expected = torch.stack([agent(obs)[3] * cut for obs, _, cut in recorded])
+                expected = torch.stack([agent.value(agent.see(obs)) * cut for obs, _, cut in recorded])
             torch.testing.assert_close(final_values, expected)
             assert torch.equal(terminated, torch.stack([x for _, x, _ in recorded]))
             assert (

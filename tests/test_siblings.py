@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 
 SCRIPTS = [name for name in ("ppo_ddp", "grpo_ddp", "ppo_vla_async") if (ROOT / f"{name}.py").exists()]
-OWN = {"Args", "Agent", "main"}
+OWN = {"Args", "Agent", "Learner", "main"}
 pytestmark = pytest.mark.smoke
 
 

@@ -42,10 +42,10 @@ def run(name: str, case: str, output: str, changes: dict) -> None:
         agents.append(self)
         record["initial"] = {k: v.clone() for k, v in self.state_dict().items()}
 
-    def recording_forward(self, obs, action=None, deterministic=False):
+    def recording_forward(self, seen, action=None, deterministic=False):
         if torch.is_grad_enabled() and action is not None and case == "gradient":
-            record["batches"].append({"obs": obs.clone(), "action": action.clone()})
-        return forward(self, obs, action, deterministic)
+            record["batches"].append({"seen": seen.clone(), "action": action.clone()})
+        return forward(self, seen, action, deterministic)
 
     def recording_loss(*inputs):
         loss, logged = loss_fn(*inputs)
