@@ -16,12 +16,14 @@ import ctypes
 import hashlib
 import json
 import math
+import mmap
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import uuid
@@ -527,25 +529,62 @@ def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
     return weights
 
 
-def sum_over_ranks(x: torch.Tensor) -> None:
-    """In place, and to the last bit the same on all ranks.
+class RankSum:
+    """Sums a vector over all ranks, in place, and to the last bit the same on each of them.
 
-    On CPUs, 2, 4, 8 ... ranks swap what they have in pairs and add it up, which takes gloo a fraction
-    of its all-reduce; as a + b = b + a, all of them end with the same.
+    Processes on the CPUs of one machine do it in memory that they share. With gloo they would sleep
+    until a message comes, and to wake up can take longer than a minibatch of a small network.
     """
-    world = torch.distributed.get_world_size()
-    if torch.distributed.get_backend() != "gloo" or world & (world - 1):
-        torch.distributed.all_reduce(x)
-        return
-    received = torch.empty_like(x)
-    distance = 1
-    while distance < world:
-        partner = torch.distributed.get_rank() ^ distance
-        sending = torch.distributed.isend(x, partner)
-        torch.distributed.recv(received, partner)
-        sending.wait()
-        x += received
-        distance *= 2
+
+    def __init__(self, vector: torch.Tensor, accelerator: Accelerator, timeout: float):
+        self.rank = accelerator.process_index
+        self.world = accelerator.num_processes
+        self.timeout = timeout
+        self.round = 0
+        self.counters = None
+        one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(self.world)
+        if self.world > 1 and one_machine and vector.device.type == "cpu" and Path("/dev/shm").is_dir():
+            self._share(vector)
+
+    def _share(self, vector: torch.Tensor) -> None:
+        pages = 64 * self.world  # bytes of the counters, a cache line for each rank
+        file = tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="tandem_", delete=False) if self.rank == 0 else None
+        path = broadcast_object_list([file and file.name])[0]
+        with open(path, "r+b") as shared:
+            shared.truncate(pages + 2 * self.world * vector.nbytes)
+            self.memory = mmap.mmap(shared.fileno(), 0)
+        self.pids = gather_object([os.getpid()])  # all have opened the file
+        if self.rank == 0:
+            os.unlink(path)  # the memory goes when the last process does
+        self.counters = memoryview(self.memory)[:pages].cast("q")
+        self.parts = torch.frombuffer(self.memory, dtype=vector.dtype, offset=pages).view(2, self.world, -1)
+
+    def __call__(self, vector: torch.Tensor) -> None:
+        if self.world == 1:
+            return
+        if self.counters is None:
+            torch.distributed.all_reduce(vector)
+            return
+        self.round += 1
+        # CRUCIAL: two rounds take turns. Who writes into one has seen all ranks start the other, so all have read it.
+        parts = self.parts[self.round % 2]
+        parts[self.rank] = vector
+        self.counters[8 * self.rank] = self.round
+        for rank in range(self.world):
+            if self.counters[8 * rank] < self.round:
+                self._wait(rank)
+        torch.sum(parts, 0, out=vector)
+
+    def _wait(self, rank: int) -> None:
+        start = looked = time.monotonic()
+        while self.counters[8 * rank] < self.round:
+            os.sched_yield()
+            now = time.monotonic()
+            if now > looked + 0.1:
+                looked = now
+                os.kill(self.pids[rank], 0)  # raises ProcessLookupError where there is none any more
+                if now > start + self.timeout:
+                    raise TimeoutError(f"rank {rank} has not answered for {self.timeout} seconds")
 
 
 def clip_and_step(accelerator: Accelerator, optimizer, weights: nn.Parameter, max_norm: float) -> torch.Tensor:
@@ -1008,6 +1047,7 @@ def main(args: Args) -> None:
         learner.compile(dynamic=True)  # minibatches have many sizes
         act = torch.compile(act)
     weights = flatten(list(agent.parameters()))
+    sum_over_ranks = RankSum(weights.grad, accelerator, args.timeout)
     optimizer = torch.optim.Adam([weights], lr=args.learning_rate, eps=1e-5, fused=True)
     optimizer = accelerator.prepare(optimizer)
     seed = args.seed + 1_000_003 * (rank + 1)  # other actions and minibatches on every rank
@@ -1138,9 +1178,8 @@ def main(args: Args) -> None:
                     # CRUCIAL: the mean over the samples of all ranks, also when they hold different numbers of them.
                     accelerator.backward(loss / sum(on_ranks))
                     epoch_losses += mb_losses
-                if world > 1:
-                    # CRUCIAL: without it each rank would learn alone, and no error would tell.
-                    sum_over_ranks(weights.grad)
+                # CRUCIAL: without it each rank would learn alone, and no error would tell.
+                sum_over_ranks(weights.grad)
                 norms.append(clip_and_step(accelerator, optimizer, weights, args.max_grad_norm))
             losses += epoch_losses
             if samples and (args.target_kl or args.lr_schedule == "adaptive"):
