@@ -312,7 +312,7 @@ class Env(SingleEnvs):
         for i, env in enumerate(self._envs):
             arrays = [*mujoco_arrays(env), env.model.body_pos, env.model.site_pos]
             state[f"{i}.mujoco"] = torch.from_numpy(np.concatenate([a.reshape(-1) for a in arrays]))
-            state[f"{i}.attributes"] = {k: torch.tensor(v) for k, v in attributes(env).items()}
+            state[f"{i}.attributes"] = {k: torch.from_numpy(np.array(v)) for k, v in attributes(env).items()}
             state[f"{i}.lists"] = [k for k, v in attributes(env).items() if isinstance(v, list)]
         return state
 
