@@ -266,9 +266,7 @@ class Checker:
         self.expect("starts", differ(first, env.reset(1)), "reset(1) starts as reset(0) does")
         self.notes["starts"] = "repeat, given seed and episode"
         if not env.separate_evaluation:
-            self.notes["separate evaluation"] = (
-                "no: evaluation takes turns with training in the one simulation"
-            )
+            self.notes["separate evaluation"] = "no: evaluation takes turns with training in the one simulation"
             return
         n = self.num_envs
         halves = []
