@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, run, script
+from safetensors.torch import load_file
 from tensordict import TensorDict
 
 import envs
@@ -339,3 +340,23 @@ def test_the_adapter_in_the_docs(monkeypatch):
     checker = checked(lambda n, **other: scope["Env"]("slow", n, **(arguments | other)))
     assert not checker.broken, checker.broken
     assert isinstance(scope["Env"]("slow", 2, **arguments).reset(), TensorDict)
+
+
+@METAWORLD
+def test_metaworld_resumes_exactly_and_groups_train(tmp_path):
+    common = ["--env-id", "metaworld/push-v3", "--num-envs", "4", "--eval-episodes", "1", "--output-dir", tmp_path]
+    common += ["--num-minibatches", "1", "--update-epochs", "1", "--lr-schedule", "constant"]
+    ppo = [*script("ppo_ddp.py"), *common, "--num-steps", "16", "--env-options", "max_episode_steps=12"]
+    run(*ppo, "--run-name", "whole", "--total-timesteps", "256", "--save-interval", "0")
+    run(*ppo, "--run-name", "parts", "--total-timesteps", "128", "--save-interval", "0")
+    output = run(*ppo, "--run-name", "parts", "--total-timesteps", "256", "--save-interval", "0", "--resume", "auto")
+    assert "not bit for bit" not in output
+    whole, parts = (tmp_path / f"{name}/checkpoints/step_256/model.safetensors" for name in ("whole", "parts"))
+    assert safetensors_equal(whole, parts)
+    grpo = [*script("grpo_ddp.py"), *common, "--group-size", "2", "--env-options", "max_episode_steps=12"]
+    run(*grpo, "--run-name", "groups", "--total-timesteps", "100")
+
+
+def safetensors_equal(one, two) -> bool:
+    one, two = load_file(one), load_file(two)
+    return one.keys() == two.keys() and all(torch.equal(x, two[name]) for name, x in one.items())
