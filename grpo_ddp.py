@@ -76,7 +76,8 @@ class Args:
     init_from: str = ""  # run or checkpoint folder of ppo_ddp.py or grpo_ddp.py to start from
 
     # Environment
-    env_id: str = "PushCube"  # embedded env (PushCube, CartPole, Tabletop) or gym/<id>
+    env_id: str = "PushCube"  # embedded env (PushCube, CartPole, Tabletop) or a simulator's, such as gym/<id>
+    env_options: tuple[str, ...] = ()  # options of the env, as name=value: docs/envs.md
     num_envs: int = 256  # parallel envs of each process
     episodes_per_env: int = 1  # episodes of each env in one rollout
     group_size: int = 8  # envs that start alike: their episodes are compared with one another
@@ -509,12 +510,13 @@ def make_envs(args: Args, accelerator: Accelerator, **options) -> tuple[envs.Vec
     render = 0
     if args.capture_video and accelerator.is_main_process:
         render = 4 if embedded else 1
-    make = partial(envs.make, args.env_id, device=accelerator.device)
     with together():
-        eval_env = make(num_envs=mine, seed=EVAL_SEED, first_env=first, render=render)
+        make = partial(envs.make, args.env_id, device=accelerator.device, **envs.options(args.env_options))
         # CRUCIAL: seeded by the global index of each env: with seed + rank, ranks would share most initial states.
-        first = rank * args.num_envs
-        env = make(num_envs=args.num_envs, seed=args.seed, first_env=first, **options)
+        env = make(num_envs=args.num_envs, seed=args.seed, first_env=rank * args.num_envs, **options)
+        if not env.separate_evaluation:
+            return env, env
+        eval_env = make(num_envs=mine, seed=EVAL_SEED, first_env=first, render=render)
     return env, eval_env
 
 
@@ -752,6 +754,10 @@ def load_model(agent: nn.Module, checkpoint: Checkpoint, args: Args) -> None:
     try:
         agent.load_state_dict(checkpoint.model)
     except RuntimeError as error:
+        old = " ".join(checkpoint.about["args"].get("env_options", [])) or "none"
+        new = " ".join(args.env_options) or "none"
+        if old != new:
+            fail(f"{checkpoint.folder} was trained with other observations or actions: --env-options {old}, not {new}")
         fail(f"{checkpoint.folder} does not fit this model: {' '.join(str(error).split())}")
 
 
