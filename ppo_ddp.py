@@ -1236,6 +1236,9 @@ def main(args: Args) -> None:
             log |= evaluate(agent, eval_env, accelerator, video)
             log["time/eval"] = time.perf_counter() - eval_start
             improved = progress.improve(log)
+            if eval_env is env:  # the simulator allows no second one: training starts new episodes
+                next_obs = env.reset(episode=progress.iteration)
+                running_return = torch.zeros_like(running_return)
         if saving or finished or improved:
             trainer = {"optimizer": optimizer.optimizer.state_dict()}
             local = {"env": env.state_dict(), "next_obs": dict(next_obs.items()), "running_return": running_return}

@@ -78,10 +78,6 @@ class VecEnv:
         """
         raise NotImplementedError
 
-    def expert_action(self) -> torch.Tensor:
-        """What a scripted expert would do now, [N, ...]."""
-        raise NotImplementedError(f"{type(self).__name__} has no expert")
-
     def render(self) -> torch.Tensor:
         """The first `render` envs (an option of make) as uint8 [render, H, W, 3]."""
         raise NotImplementedError(f"{type(self).__name__} cannot draw itself")

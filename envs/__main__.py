@@ -71,6 +71,8 @@ class Checker:
     def actions(self, env) -> torch.Tensor:
         """Of the expert, or random and up to twice as large as the space: clipping is the env's business."""
         if self.expert:
+            if not hasattr(env, "expert_action"):
+                raise ValueError("this env has no expert: leave out --expert")
             return env.expert_action()
         space = env.single_action_space
         if hasattr(space, "n"):

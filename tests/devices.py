@@ -73,6 +73,15 @@ class Pretend(torch.Tensor):
         memo[id(self)] = copied.requires_grad_(self.requires_grad)
         return copied
 
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        torch.Tensor.data.__set__(self, other)
+        self.inner = other.inner
+
     def storage(self):
         """Asked by safetensors which tensors share memory."""
         return self.inner.storage()

@@ -249,7 +249,7 @@ def test_inverted_pendulum_is_learned(tmp_path):
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_push_cube_is_learned(tmp_path, nproc):
     """With the default options. The five seeds, and five times as many steps, are in benchmarks/results."""
-    steps = ["--total-timesteps", 250_000 * nproc]
+    steps = ["--total-timesteps", 500_000 * nproc]
     run(*script("ppo_ddp.py", nproc), *steps, "--output-dir", tmp_path, "--run-name", "a", timeout=170)
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
     assert summary["eval/success_rate"] >= 0.95 and summary["eval/episodes"] == 512

@@ -380,8 +380,8 @@ def train(name: str, device: torch.device, folder: Path, monkeypatch, **changes)
     """Run the script's main in this process, on a device that Accelerate says is its own."""
     script = SCRIPTS[name]
 
-    def launch(args):
-        accelerator = original(args)
+    def launch(args, *handlers):
+        accelerator = original(args, *handlers)
         accelerator.state.device = device
         PartialState().device = device
         return accelerator
