@@ -10,8 +10,8 @@ Without --peers-python the peers are installed once, into a cache folder. Every 
 take turns, A B C A B C, so that whatever else the machine does meets all of them; a ratio is taken within a round, and
 given as the median and the range over the rounds. In the sections of one process each run has one core and one thread.
 All figures are of whole iterations, collecting and learning, after some that warm up; of tandem they include its
-logging, for which the peers' is switched off. Measure on an idle machine: a run during which other processes took more
-than a tenth of a core is repeated, at most twice, and `others` in the results says how much they took at worst.
+logging, for which the peers' is switched off. Measure on an idle machine: a run whose cores other processes used for
+more than a tenth of its time is repeated, at most twice; `others` in the results says how much they took at worst.
 
 A section holds a workload (peers.py has the sizes): tandem eager and compiled; the peers; and bare loops that only step
 the env, only run the policy's forwards, only learn (forward, backward, clipping, Adam) or only multiply the matrices of
@@ -75,23 +75,27 @@ class Run:
         return out
 
 
-def cpu_seconds() -> tuple[float, float]:
-    """Of the whole machine, and of this process and all that it has started and that have ended."""
-    times = psutil.cpu_times()._asdict()
-    idle = sum(times.get(name, 0.0) for name in ("idle", "iowait", "guest", "guest_nice"))  # user has the guests' too
+def cpu_seconds(core: int | None) -> tuple[float, float]:
+    """Of one core or of all, and of this process and those that it started and that have ended."""
+    every = psutil.cpu_times(percpu=True)
+    busy = 0.0
+    for times in every if core is None else [every[core]]:
+        times = times._asdict()
+        idle = sum(times.get(name, 0.0) for name in ("idle", "iowait", "guest", "guest_nice"))  # guests are in user
+        busy += sum(times.values()) - idle
     mine = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(times.values()) - idle, sum(usage.ru_utime + usage.ru_stime for usage in mine)
+    return busy, sum(usage.ru_utime + usage.ru_stime for usage in mine)
 
 
-def undisturbed(run) -> dict:
-    """What `run` found, in the best of up to three tries, and in `others` the cores that other processes took."""
+def undisturbed(run, core: int | None) -> dict:
+    """What `run` found, in the best of up to three tries, and in `others` what other processes took of its cores."""
     tries = []
     while len(tries) < 3 and min((one["others"] for one in tries), default=1.0) > 0.1:
         start = time.perf_counter()
-        machine, mine = cpu_seconds()
+        busy, mine = cpu_seconds(core)
         found = run()
-        machine_now, mine_now = cpu_seconds()
-        others = (machine_now - machine) - (mine_now - mine)
+        busy_now, mine_now = cpu_seconds(core)
+        others = (busy_now - busy) - (mine_now - mine)
         tries.append(found | {"others": max(0.0, others / (time.perf_counter() - start))})
     return min(tries, key=lambda one: one["others"])
 
@@ -170,7 +174,7 @@ def compare(name: str, quick: bool, rounds: int, python: str) -> dict:
     versions = {}
     for number in range(rounds):
         for runner, found in runs.items():
-            one = undisturbed(lambda: measure(name, work, runner, quick, python))
+            one = undisturbed(lambda: measure(name, work, runner, quick, python), last_core())
             versions |= one.pop("version", {})
             found.append(one)
             shown = f"{one['steps_per_second']:,.0f} steps/s" if runner != "bare" else show_parts(one)
@@ -233,7 +237,7 @@ def two_processes(quick: bool, rounds: int) -> dict:
         speeds = {way: [] for way in ways}
         for number in range(rounds):
             for way, run in ways.items():
-                one = undisturbed(lambda: {"steps_per_second": run()})
+                one = undisturbed(lambda: {"steps_per_second": run()}, core=None)
                 speeds[way].append(one["steps_per_second"])
                 section["others"] = max(section["others"], one["others"])
                 shown = f"{one['steps_per_second']:,.0f} steps/s (others: {one['others']:.2f} cores)"
