@@ -1,0 +1,136 @@
+"""What Isaac Lab and mjlab have in common: one batched simulation with observation groups and `extras["log"]`.
+
+A subclass makes the simulator's env and passes it on; `_advance` steps it. What is special to this family:
+
+- The group `policy` (Isaac Lab) or `actor` (mjlab) is `state`, the group `critic` is `privileged`, a group of RGB
+  pictures is `rgb`. Groups that are not concatenated are, in the order of their terms.
+- The simulator draws all starts from torch's global generator. It gets one of its own here, seeded at every reset by
+  (seed, first env, episode): without that, it would seed the generator that samples the actions. The starts
+  depend on the number of envs per process, so a group cannot share one: groups are refused.
+- A row cannot be held: one that is not active goes on with a zero action, and its rewards and ends are not reported.
+- `extras["log"]` has means over the episodes that ended in a step. `info["metrics"]` repeats the last ones, NaN before
+  the first. Success is known where the task has a termination of that name.
+"""
+
+from contextlib import contextmanager
+
+import gymnasium as gym
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from envs import VecEnv, episode_seed
+
+GROUPS = {"policy": "state", "actor": "state", "critic": "privileged"}
+
+
+class ManagerBasedEnv(VecEnv):
+    def __init__(self, env_id, sim, num_envs, *, device, seed, first_env, render=0):
+        self.num_envs, self.device, self.render_rows = num_envs, torch.device(device), min(render, 1)
+        self._sim = sim
+        self._seed, self._first = seed, first_env
+        self._random = [x.clone() for x in self._generators()]
+        self._log: dict[str, float] = {}
+        self._steps = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
+        self._return = torch.zeros(num_envs, device=self.device)
+        self.max_episode_steps = int(sim.max_episode_length)
+        self.single_action_space = gym.spaces.Box(-np.inf, np.inf, sim.single_action_space.shape)
+        spaces = {}
+        for name, value in self.reset().items():
+            picture = name.startswith("rgb")
+            if not picture and value.dim() != 2:
+                shape = tuple(value.shape[1:])
+                raise ValueError(f"{env_id}: {name} has the shape {shape}, only vectors and RGB pictures are supported")
+            low, high, dtype = (0, 255, np.uint8) if picture else (-np.inf, np.inf, np.float32)
+            spaces[name] = gym.spaces.Box(low, high, value.shape[1:], dtype)
+        if "state" not in spaces:
+            raise ValueError(f"{env_id} has no observations called {' or '.join(GROUPS)}")
+        self.single_observation_space = gym.spaces.Dict(spaces)
+
+    def _advance(self, action: torch.Tensor):
+        """One step of the simulator -> observations, reward, terminated, truncated, log, final observations."""
+        raise NotImplementedError
+
+    def _generators(self) -> list[torch.Tensor]:
+        states = [torch.get_rng_state()]
+        if self.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self.device))
+        return states
+
+    @contextmanager
+    def _own_randomness(self):
+        outside = self._generators()
+        self._set_generators(self._random)
+        try:
+            yield
+        finally:
+            self._random = self._generators()
+            self._set_generators(outside)
+
+    def _set_generators(self, states: list[torch.Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(states[1], self.device)
+
+    def _observation(self, groups: dict, look: bool = True) -> TensorDict:
+        obs = {}
+        for group, value in groups.items():
+            if isinstance(value, dict):
+                value = torch.cat([x.flatten(1) for x in value.values()], 1)
+            if group in GROUPS:
+                obs[GROUPS[group]] = value.float().clone()  # the simulator writes into its buffers again
+            elif value.dim() == 4 and value.shape[1] == 3:
+                if look:
+                    obs["rgb"] = (value.permute(0, 2, 3, 1) * 255.0).round().to(torch.uint8)
+        return TensorDict(obs, batch_size=[self.num_envs], device=self.device)
+
+    def reset(self, episode: int = 0) -> TensorDict:
+        with self._own_randomness():
+            groups, extras = self._sim.reset(seed=episode_seed(self._seed, self._first, episode) % 2**31)
+        for name in extras.get("log", {}):
+            self._log.setdefault(name, torch.nan)
+        self._steps.zero_()
+        self._return.zero_()
+        return self._observation(groups)
+
+    def step(self, action, active=None, look=True):
+        if active is not None:
+            action = action * active[:, None]
+        with self._own_randomness():
+            groups, reward, terminated, truncated, log, final = self._advance(action)
+        reward, terminated = reward.float().clone(), terminated.clone()
+        truncated = truncated & ~terminated
+        if active is not None:
+            reward *= active
+        self._steps += 1
+        self._return += reward
+        done = terminated | truncated
+        self._log |= log
+        metrics = {}
+        for name, value in self._log.items():
+            metrics[name] = (
+                torch.as_tensor(value, dtype=torch.float32, device=self.device).expand(self.num_envs).clone()
+            )
+        episode = {"return": self._return.clone(), "length": self._steps.clone(), "success": self._success()}
+        info = {"final_obs": final, "episode": episode, "metrics": metrics}
+        self._steps *= ~done
+        self._return *= ~done
+        if active is not None:
+            terminated &= active
+            truncated &= active
+        return self._observation(groups, look), reward, terminated, truncated, info
+
+    def _success(self) -> torch.Tensor:
+        manager = getattr(self._sim, "termination_manager", None)
+        if manager is not None and "success" in manager.active_terms:
+            return manager.get_term("success").float().clone()
+        return torch.full((self.num_envs,), torch.nan, device=self.device)
+
+    def close(self) -> None:
+        self._sim.close()
+
+
+def refuse_groups(env_id: str, group_size: int) -> None:
+    if group_size > 1:
+        reason = "the simulator draws the starts of all its envs together, so the envs of a group cannot share one"
+        raise ValueError(f"{env_id}: {reason}: use ppo_ddp.py, or --group-size 1")
