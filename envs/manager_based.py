@@ -1,6 +1,6 @@
 """What Isaac Lab and mjlab have in common: one batched simulation with observation groups and `extras["log"]`.
 
-A subclass makes the simulator's env and passes it on; `_advance` steps it. What is special to this family:
+A subclass makes the simulator's env and hands it to `_adopt`; `_advance` steps it. What is special to this family:
 
 - The group `policy` (Isaac Lab) or `actor` (mjlab) is `state`, the group `critic` is `privileged`, a group of RGB
   pictures is `rgb`. Groups that are not concatenated are, in the order of their terms.
@@ -8,6 +8,7 @@ A subclass makes the simulator's env and passes it on; `_advance` steps it. What
   (seed, first env, episode): without that, it would seed the generator that samples the actions. The starts
   depend on the number of envs per process, so a group cannot share one: groups are refused.
 - A row cannot be held: one that is not active goes on with a zero action, and its rewards and ends are not reported.
+- Beside the options of the adapter, every field of the task's configuration is one: `--env-options decimation=4`.
 - `extras["log"]` has means over the episodes that ended in a step. `info["metrics"]` repeats the last ones, NaN before
   the first. Success is known where the task has a termination of that name.
 """
@@ -19,20 +20,20 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from envs import VecEnv, episode_seed
+from envs import VecEnv, closest, episode_seed
 
 GROUPS = {"policy": "state", "actor": "state", "critic": "privileged"}
 
 
 class ManagerBasedEnv(VecEnv):
-    def __init__(self, env_id, sim, num_envs, *, device, seed, first_env, render=0):
-        self.num_envs, self.device, self.render_rows = num_envs, torch.device(device), min(render, 1)
+    def _adopt(self, env_id, sim, device, seed, first_env) -> None:
+        self.num_envs, self.device = sim.num_envs, torch.device(device)
         self._sim = sim
         self._seed, self._first = seed, first_env
         self._random = [x.clone() for x in self._generators()]
         self._log: dict[str, float] = {}
-        self._steps = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
-        self._return = torch.zeros(num_envs, device=self.device)
+        self._steps = torch.zeros(self.num_envs, dtype=torch.int64, device=self.device)
+        self._return = torch.zeros(self.num_envs, device=self.device)
         self.max_episode_steps = int(sim.max_episode_length)
         self.single_action_space = gym.spaces.Box(-np.inf, np.inf, sim.single_action_space.shape)
         spaces = {}
@@ -87,8 +88,9 @@ class ManagerBasedEnv(VecEnv):
     def reset(self, episode: int = 0) -> TensorDict:
         with self._own_randomness():
             groups, extras = self._sim.reset(seed=episode_seed(self._seed, self._first, episode) % 2**31)
-        for name in extras.get("log", {}):
+        for name in extras.get("log", {}):  # of episodes that did not run: only their names say something
             self._log.setdefault(name, torch.nan)
+        extras["log"] = {}
         self._steps.zero_()
         self._return.zero_()
         return self._observation(groups)
@@ -108,9 +110,7 @@ class ManagerBasedEnv(VecEnv):
         self._log |= log
         metrics = {}
         for name, value in self._log.items():
-            metrics[name] = (
-                torch.as_tensor(value, dtype=torch.float32, device=self.device).expand(self.num_envs).clone()
-            )
+            metrics[name] = torch.zeros_like(self._return) + value
         episode = {"return": self._return.clone(), "length": self._steps.clone(), "success": self._success()}
         info = {"final_obs": final, "episode": episode, "metrics": metrics}
         self._steps *= ~done
@@ -130,7 +130,24 @@ class ManagerBasedEnv(VecEnv):
         self._sim.close()
 
 
+def configure(env_id: str, cfg, fields: dict, known: str) -> None:
+    """Set fields of a task's configuration, such as "sim.dt"; one that it does not have is refused."""
+    for path, value in fields.items():
+        *parents, last = path.split(".")
+        part = cfg
+        for name in [*parents, last]:
+            names = list(part) if isinstance(part, dict) else list(getattr(part, "__dict__", {}))
+            if name not in names:
+                hint = closest(name, names) or f": there are {', '.join(names)}"
+                raise ValueError(f"{env_id} has no option {path!r} (it has {known} and its configuration){hint}")
+            owner, part = part, part[name] if isinstance(part, dict) else getattr(part, name)
+        if isinstance(owner, dict):
+            owner[last] = value
+        else:
+            setattr(owner, last, value)
+
+
 def refuse_groups(env_id: str, group_size: int) -> None:
     if group_size > 1:
         reason = "the simulator draws the starts of all its envs together, so the envs of a group cannot share one"
-        raise ValueError(f"{env_id}: {reason}: use ppo_ddp.py, or --group-size 1")
+        raise ValueError(f"{env_id}: {reason}")

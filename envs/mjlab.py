@@ -13,19 +13,31 @@ from mjlab.envs import ManagerBasedRlEnv
 from mjlab.tasks.registry import list_tasks, load_env_cfg
 
 from envs import closest
-from envs.manager_based import ManagerBasedEnv, refuse_groups
+from envs.manager_based import ManagerBasedEnv, configure, refuse_groups
 
 
 class Env(ManagerBasedEnv):
     def __init__(
-        self, name, num_envs, *, device, seed, first_env, group_size, max_episode_steps=None, play=False, render=0
+        self,
+        name,
+        num_envs,
+        *,
+        device,
+        seed,
+        first_env,
+        group_size,
+        play=False,  # the task's version without noise and pushes
+        max_episode_steps=None,
+        render=0,
+        **fields,
     ):
         import mjlab.tasks  # noqa: F401 (registers the tasks)
 
         if name not in list_tasks():
             raise ValueError(f"mjlab has no task {name!r}{closest(name, list_tasks())}")
         refuse_groups(f"mjlab/{name}", group_size)
-        cfg = load_env_cfg(name, play=play)  # play: the task's own version without noise and pushes
+        cfg = load_env_cfg(name, play=play)
+        configure(f"mjlab/{name}", cfg, fields, "play, max_episode_steps")
         cfg.scene.num_envs = num_envs
         cfg.auto_reset = False  # so that a step returns the last observation of an episode
         if max_episode_steps:
@@ -34,8 +46,8 @@ class Env(ManagerBasedEnv):
             os.environ.setdefault("MUJOCO_GL", "egl")  # draw without a screen
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its tables, on every rank
             sim = ManagerBasedRlEnv(cfg, device=str(device), render_mode="rgb_array" if render else None)
-        options = {"device": device, "seed": seed, "first_env": first_env, "render": render}
-        super().__init__(f"mjlab/{name}", sim, num_envs, **options)
+        self.render_rows = min(render, 1)
+        self._adopt(f"mjlab/{name}", sim, device, seed, first_env)
 
     def reset(self, episode=0):
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its seed
