@@ -28,6 +28,9 @@
 import difflib
 import importlib
 import inspect
+import os
+import sys
+from ctypes.util import find_library
 
 import numpy as np
 import torch
@@ -102,6 +105,8 @@ def make(env_id: str, num_envs: int, *, device="cpu", seed=0, first_env=0, group
         known = f"give one of {', '.join(EMBEDDED)}, or an id such as {', '.join(examples)}"
         raise ValueError(f"unknown env id {env_id!r}{hint}: {known}")
     args = (name, num_envs) if slash else (num_envs,)
+    if slash:
+        draw_without_screen()
     try:
         cls = importlib.import_module(f"envs.{backend if slash else EMBEDDED[env_id]}").Env
         check_options(env_id, cls, options)
@@ -110,6 +115,15 @@ def make(env_id: str, num_envs: int, *, device="cpu", seed=0, first_env=0, group
         if not slash or (error.name or "").startswith("envs"):
             raise
         raise ValueError(f"{env_id} needs the package {error.name}: {BACKENDS[backend][1]}") from error
+
+
+def draw_without_screen() -> None:
+    """MuJoCo reads MUJOCO_GL when it is imported, so this comes before any adapter."""
+    if sys.platform != "linux" or "DISPLAY" in os.environ or "MUJOCO_GL" in os.environ:
+        return
+    for library, name in (("EGL", "egl"), ("OSMesa", "osmesa")):
+        if find_library(library):
+            os.environ.setdefault("MUJOCO_GL", name)
 
 
 def known_options(cls: type) -> dict | None:
@@ -167,7 +181,7 @@ def options(pairs: list[str]) -> dict:
 
 
 def closest(name: str, known: list[str]) -> str:
-    """ ", the closest are ..." for an error message about a name that is none of the known ones; "" if none is close."""
+    """For an error message about a name that is none of the known ones: those like it, if any."""
     lower = {k.lower(): k for k in known}
     found = difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.5)
     return f", the closest are {', '.join(lower[k] for k in found)}" if found else ""

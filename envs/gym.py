@@ -1,22 +1,28 @@
-"""Any Gymnasium env: `gym/<id>` with Box or Discrete actions and Box observations.
+"""Any Gymnasium env: `gym/<id>`, also `gym/package:Env-v0`, with Box or Discrete actions.
 
-Sub-envs are stepped in a thread pool when a short trial finds that faster (MuJoCo releases the GIL while it steps).
-Every episode is reset with a seed made from (seed, group, episode), so an env's future never depends on how many
-processes there are, and MuJoCo's state can be saved and restored bit for bit.
+Observations: a Box, a Discrete (one-hot), or a Dict of them, nested or not, such as a goal env's.
+- A uint8 Box of shape [H, W, 3] is a picture: `rgb` if it is the only one, else `rgb_<key>`; grey ones are repeated
+  over the three channels.
+- Everything else is flattened into `state`, in the order of the keys of the Dict space.
+
+Options: `max_episode_steps`, and the arguments of the env, such as `ctrl_cost_weight=0.2`. Gymnasium's MuJoCo envs can
+save and restore their state bit for bit.
 """
 
-import os
-import sys
-import time
+import inspect
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 
 import gymnasium as gym
 import numpy as np
 import torch
-from tensordict import TensorDict
+from gymnasium.envs.registration import load_env_creator
+from gymnasium.spaces import Box, Discrete
 
-from envs import VecEnv
+from envs import closest
+from envs.single import SingleEnvs
+
+# What gym.make adds and this adapter does itself, or that only slows down: a step of HalfCheetah by a sixth.
+PEELED = (gym.wrappers.TimeLimit, gym.wrappers.OrderEnforcing, gym.wrappers.PassiveEnvChecker)
 
 
 def quiet_mujoco() -> None:
@@ -40,139 +46,114 @@ def mujoco_arrays(env) -> list[np.ndarray]:
     return [state, *(getattr(env.data, name) for name in derived.split())]
 
 
-class Env(VecEnv):
-    def __init__(self, name, num_envs, *, device, seed, first_env, group_size, max_episode_steps=None, render=0):
-        self.num_envs, self.device, self.render_rows = num_envs, torch.device(device), min(render, num_envs)
-        self._key = [(seed, (first_env + i) // group_size) for i in range(num_envs)]
-        options = {"max_episode_steps": max_episode_steps} if max_episode_steps else {}
-        if render and sys.platform == "linux" and "DISPLAY" not in os.environ:
-            os.environ.setdefault("MUJOCO_GL", "egl")  # draw without a screen
-        quiet_mujoco()
-        try:
-            self._envs = [
-                gym.make(name, **options, **({"render_mode": "rgb_array"} if i < render else {}))
-                for i in range(num_envs)
-            ]
-        except Exception as error:
-            reason = str(error).split("\n")[0]
-            raise ValueError(f"Gymnasium cannot make {name!r}: {reason}") from error
-        env = self._envs[0]
-        observation, action = env.observation_space, env.action_space
-        if not isinstance(observation, gym.spaces.Box):
-            raise ValueError(f"gym/{name} has {type(observation).__name__} observations, only Box is supported")
-        if not isinstance(action, gym.spaces.Box | gym.spaces.Discrete):
-            raise ValueError(f"gym/{name} has {type(action).__name__} actions, only Box and Discrete are supported")
-        if isinstance(action, gym.spaces.Box) and len(action.shape) != 1:
-            raise ValueError(f"gym/{name} has actions of shape {action.shape}, only vectors are supported")
-        if env.spec is None or env.spec.max_episode_steps is None:
-            raise ValueError(f"gym/{name} has no time limit: register it with max_episode_steps")
-        self.max_episode_steps = env.spec.max_episode_steps
-        self.single_action_space = action
-        size = int(np.prod(observation.shape))
-        self.single_observation_space = gym.spaces.Dict({"state": gym.spaces.Box(-np.inf, np.inf, (size,))})
+def make_one(name: str, **options):
+    """-> the env without a time limit, and the limit that it is registered with."""
+    try:
+        limit = gym.spec(name).max_episode_steps
+        env = gym.make(name, disable_env_checker=True, max_episode_steps=-1, **options)
+    except gym.error.UnregisteredEnv as error:
+        hint = closest(name, list(gym.registry))
+        raise ValueError(f"Gymnasium has no {name!r}{hint}") from error
+    except TypeError as error:
+        if "unexpected keyword" not in str(error):
+            raise
+        parameters = inspect.signature(load_env_creator(gym.spec(name).entry_point)).parameters.values()
+        known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        raise ValueError(f"gym/{name}: {error}; its options are {', '.join(['max_episode_steps', *known])}") from error
+    except Exception as error:
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"Gymnasium cannot make {name!r}: {reason}") from error
+    while isinstance(env, PEELED):
+        env = env.env
+    return env, limit
 
-        self._obs = np.zeros((num_envs, size), np.float32)
-        self._final = np.zeros((num_envs, size), np.float32)
-        self._reward = np.zeros(num_envs, np.float32)
-        self._terminated, self._truncated = np.zeros(num_envs, bool), np.zeros(num_envs, bool)
-        self._episode, self._steps = np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64)
-        self._return, self._success = np.zeros(num_envs), np.full(num_envs, np.nan, np.float32)
-        self._metrics: dict[str, np.ndarray] = {}
-        self._pool = None
-        self._choose_pool()
+
+class Part:
+    """One entry of an observation: where it is in the Dict, and what becomes of it."""
+
+    def __init__(self, path: tuple[str, ...], space: gym.Space):
+        self.path = path
+        self.one_hot = np.eye(int(space.n), dtype=np.float32) if isinstance(space, Discrete) else None
+        self.first = int(space.start) if isinstance(space, Discrete) else 0
+        shape = space.shape
+        grey = len(shape) == 2 or shape[2:] == (1,)
+        self.picture = space.dtype == np.uint8 and (shape[2:] == (3,) or (grey and min(shape[:2]) >= 16))
+        self.shape = (*shape[:2], 3)
+        self.size = len(self.one_hot) if isinstance(space, Discrete) else int(np.prod(shape))
+
+    def take(self, obs) -> np.ndarray:
+        for key in self.path:
+            obs = obs[key]
+        if self.one_hot is not None:
+            return self.one_hot[int(obs) - self.first]
+        if not self.picture:
+            return np.asarray(obs).reshape(-1)
+        return obs if obs.shape == self.shape else np.broadcast_to(obs.reshape(*self.shape[:2], 1), self.shape)
+
+
+def split(space: gym.Space, path: tuple[str, ...] = ()) -> list[Part]:
+    """The entries of an observation space, nested ones in place."""
+    if isinstance(space, gym.spaces.Dict):
+        return [part for key, inner in space.items() for part in split(inner, (*path, key))]
+    if not isinstance(space, Box | Discrete):
+        where = f" under {'/'.join(path)}" if path else ""
+        kind = type(space).__name__
+        raise ValueError(f"{kind} observations{where} are not supported, only Box, Discrete and Dict are")
+    return [Part(path, space)]
+
+
+class Env(SingleEnvs):
+    def __init__(
+        self, name, num_envs, *, device, seed, first_env, group_size, max_episode_steps=None, render=0, **options
+    ):
+        super().__init__(num_envs, device=device, seed=seed, first_env=first_env, group_size=group_size, render=render)
+        quiet_mujoco()
+        self._envs = []
+        for i in range(num_envs):
+            mode = {"render_mode": "rgb_array"} if i < render else {}
+            env, limit = make_one(name, **mode, **options)
+            self._envs.append(env)
+        self.threads = hasattr(env.unwrapped, "mujoco_renderer")  # MuJoCo releases the GIL while it steps
+        try:
+            parts = split(env.observation_space)
+            self._vectors = [part for part in parts if not part.picture]
+            pictures = [part for part in parts if part.picture]
+            self._named = [("rgb" if len(pictures) == 1 else "_".join(["rgb", *p.path]), p) for p in pictures]
+            self._only_vector = not pictures and len(parts) == 1 and parts[0].one_hot is None and not parts[0].path
+            spaces = {}
+            if self._vectors:
+                spaces["state"] = Box(-np.inf, np.inf, (sum(part.size for part in self._vectors),))
+            spaces |= {key: Box(0, 255, part.shape, np.uint8) for key, part in self._named}
+            if not (max_episode_steps or limit):
+                hint = "register it with max_episode_steps, or give the option max_episode_steps=1000"
+                raise ValueError(f"no time limit: {hint}")
+            self.describe(spaces, env.action_space, max_episode_steps or limit)
+        except ValueError as error:
+            raise ValueError(f"gym/{name}: {error}") from error
         if render:
             self.reset()
             try:
                 self.render()
             except Exception as error:  # now, and not at the end of a long run
-                raise ValueError(f"gym/{name} cannot be drawn on this machine ({error}): try MUJOCO_GL=egl") from error
+                raise ValueError(f"gym/{name} cannot be drawn here ({error}): try MUJOCO_GL=egl") from error
 
-    def _reset(self, i: int) -> None:
-        seed = np.random.SeedSequence([abs(k) for k in (*self._key[i], int(self._episode[i]))]).generate_state(1)
-        self._obs[i] = self._envs[i].reset(seed=int(seed[0]))[0].reshape(-1)
-        self._steps[i], self._return[i] = 0, 0.0
+    def _observe(self, obs) -> dict[str, np.ndarray]:
+        if self._only_vector:
+            return {"state": obs.reshape(-1)}
+        parts = {key: part.take(obs) for key, part in self._named}
+        if self._vectors:
+            parts["state"] = np.concatenate([part.take(obs) for part in self._vectors])
+        return parts
 
-    def _step(self, rows: list[int], action: np.ndarray) -> None:
-        """Step some rows; a row whose episode ends keeps its last observation in `_final` and starts anew."""
-        for i in rows:
-            obs, reward, terminated, truncated, info = self._envs[i].step(action[i])
-            self._final[i] = obs.reshape(-1)
-            self._reward[i], self._terminated[i], self._truncated[i] = reward, terminated, truncated and not terminated
-            self._steps[i] += 1
-            self._return[i] += reward
-            self._success[i] = info.get("success", info.get("is_success", np.nan))
-            for k, v in info.items():
-                if k.startswith("reward_"):
-                    self._metrics.setdefault(k, np.zeros(self.num_envs, np.float32))[i] = v
-            if not (terminated or truncated):
-                self._obs[i] = self._final[i]
+    def start(self, i, seed):
+        return self._observe(self._envs[i].reset(seed=seed)[0])
 
-    def _run(self, rows: list[int], action: np.ndarray) -> None:
-        if self._pool is None:
-            return self._step(rows, action)
-        parts = [rows[k :: self._pool._max_workers] for k in range(self._pool._max_workers)]
-        list(self._pool.map(self._step, parts, [action] * len(parts)))
+    def advance(self, i, action):
+        obs, reward, terminated, truncated, info = self._envs[i].step(action)
+        return self._observe(obs), reward, terminated, truncated, info
 
-    def _choose_pool(self) -> None:
-        """Try a few steps with and without threads; only the speed depends on the outcome."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        if cores == 1 or self.num_envs < 8 or not hasattr(self._envs[0].unwrapped, "mujoco_renderer"):
-            return
-        rows, seconds = list(range(self.num_envs)), {}
-        action = np.stack([self.single_action_space.sample() * 0 for _ in rows])
-        pool = ThreadPoolExecutor(cores)
-        for _ in range(3):
-            for candidate in (None, pool):
-                self._pool = candidate
-                self.reset()
-                start = time.perf_counter()
-                for _ in range(3):
-                    self._run(rows, action)
-                seconds[candidate] = min(seconds.get(candidate, np.inf), time.perf_counter() - start)
-        self._pool = pool if seconds[pool] < 0.9 * seconds[None] else None
-        if self._pool is None:
-            pool.shutdown()
-
-    def _tensordict(self, state: np.ndarray) -> TensorDict:
-        return TensorDict({"state": self._tensor(state)}, batch_size=[self.num_envs], device=self.device)
-
-    def _tensor(self, x: np.ndarray) -> torch.Tensor:
-        x = torch.from_numpy(x)
-        return x.to(self.device) if self.device.type != "cpu" else x.clone()  # the buffers are used again
-
-    def reset(self, episode: int = 0) -> TensorDict:
-        self._episode[:] = episode
-        for i in range(self.num_envs):
-            self._reset(i)
-        return self._tensordict(self._obs)
-
-    def step(self, action, active=None, look=True):
-        action = action.cpu().numpy()
-        space = self.single_action_space
-        if isinstance(space, gym.spaces.Discrete):
-            action = action + space.start
-        else:
-            action = np.clip(action, space.low, space.high)
-        rows = list(range(self.num_envs))
-        if active is not None:
-            active = active.cpu().numpy()
-            rows = np.flatnonzero(active).tolist()
-            for x in (self._reward, self._terminated, self._truncated):
-                x[~active] = 0
-            self._final[~active] = self._obs[~active]
-        self._run(rows, action)
-        episode = {"return": self._return.astype(np.float32), "length": self._steps, "success": self._success}
-        info = {
-            "final_obs": self._tensordict(self._final),
-            "episode": {k: self._tensor(v) for k, v in episode.items()},
-            "metrics": {k: self._tensor(v) for k, v in self._metrics.items()},
-        }
-        for i in np.flatnonzero(self._terminated | self._truncated):
-            self._episode[i] += 1
-            self._reset(i)
-        tensors = [self._tensor(x) for x in (self._reward, self._terminated, self._truncated)]
-        return self._tensordict(self._obs), *tensors, info
+    def metric_names(self, info):
+        return [name for name in info if name.startswith("reward_")]
 
     def render(self) -> torch.Tensor:
         images = np.stack([env.render() for env in self._envs[: self.render_rows]])
@@ -188,25 +169,21 @@ class Env(VecEnv):
         if self._mujoco() is None:
             return None
         rows = [np.concatenate([a.reshape(-1) for a in mujoco_arrays(env)]) for env in self._mujoco()]
-        state = {"mujoco": np.stack(rows), "episode": self._episode, "steps": self._steps, "return": self._return}
-        return {k: torch.from_numpy(v.copy()) for k, v in state.items()}
+        return self.clock_state() | {"mujoco": torch.from_numpy(np.stack(rows))}
 
     def load_state_dict(self, state: dict) -> None:
         import mujoco
 
         self.reset()
-        for name, buffer in (("episode", self._episode), ("steps", self._steps), ("return", self._return)):
-            buffer[:] = state[name].numpy()
-        for i, (env, row) in enumerate(zip(self._mujoco(), state["mujoco"].numpy())):
+        self.load_clock_state(state)
+        for env, row in zip(self._mujoco(), state["mujoco"].numpy()):
             arrays = mujoco_arrays(env)
             parts = np.split(row, np.cumsum([a.size for a in arrays])[:-1])
             mujoco.mj_setState(env.model, env.data, parts[0], mujoco.mjtState.mjSTATE_INTEGRATION)
             for array, part in zip(arrays[1:], parts[1:]):
                 array[...] = part.reshape(array.shape)
-            self._envs[i].set_wrapper_attr("_elapsed_steps", int(self._steps[i]))
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
+        super().close()
         for env in self._envs:
             env.close()

@@ -1,5 +1,7 @@
 """The env contract, on every backend."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -257,7 +259,7 @@ def test_gym_threads_change_nothing():
     results = []
     for threads in (False, True):
         env = envs.make("gym/Reacher-v5", 16, seed=1)
-        env._pool = envs.gym.ThreadPoolExecutor(2) if threads else None
+        env._pool = ThreadPoolExecutor(2) if threads else None
         env.reset()
         results.append([(o["state"], r) for o, r, *_ in play(env, 60)])
         env.close()
