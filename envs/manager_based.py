@@ -34,7 +34,7 @@ class ManagerBasedEnv(VecEnv):
         self._log: dict[str, float] = {}
         self._steps = torch.zeros(self.num_envs, dtype=torch.int64, device=self.device)
         self._return = torch.zeros(self.num_envs, device=self.device)
-        self.max_episode_steps = int(sim.max_episode_length)
+        self.max_episode_steps = self._episode_length()
         self.single_action_space = gym.spaces.Box(-np.inf, np.inf, sim.single_action_space.shape)
         spaces = {}
         for name, value in self.reset().items():
@@ -47,6 +47,16 @@ class ManagerBasedEnv(VecEnv):
         if "state" not in spaces:
             raise ValueError(f"{env_id} has no observations called {' or '.join(GROUPS)}")
         self.single_observation_space = gym.spaces.Dict(spaces)
+
+    def _episode_length(self) -> int:
+        return int(self._sim.max_episode_length)
+
+    def _begin(self, seed: int) -> tuple[dict, dict]:
+        """Start all envs -> observations, log."""
+        groups, extras = self._sim.reset(seed=seed)
+        log = extras.get("log", {})
+        extras["log"] = {}
+        return groups, log
 
     def _advance(self, action: torch.Tensor):
         """One step of the simulator -> observations, reward, terminated, truncated, log, final observations."""
@@ -87,10 +97,9 @@ class ManagerBasedEnv(VecEnv):
 
     def reset(self, episode: int = 0) -> TensorDict:
         with self._own_randomness():
-            groups, extras = self._sim.reset(seed=episode_seed(self._seed, self._first, episode) % 2**31)
-        for name in extras.get("log", {}):  # of episodes that did not run: only their names say something
+            groups, log = self._begin(episode_seed(self._seed, self._first, episode) % 2**31)
+        for name in log:  # of episodes that did not run: only their names say something
             self._log.setdefault(name, torch.nan)
-        extras["log"] = {}
         self._steps.zero_()
         self._return.zero_()
         return self._observation(groups)
