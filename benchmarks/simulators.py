@@ -121,18 +121,23 @@ def check(simulator: Simulator, venv: Path) -> dict:
 def learn(simulator: Simulator, venv: Path, folder: Path) -> dict:
     runs = {}
     for name, (command, key) in simulator.learn.items():
-        options = ["--output-dir", str(folder), "--run-name", f"{name}_{int(time.time())}"]
+        run = folder / f"{name}_{int(time.time())}"
+        options = ["--output-dir", str(folder), "--run-name", run.name]
         done = subprocess.run([*words(command, venv), *options], cwd=ROOT)
         runs[name] = {"command": command, "exit_code": done.returncode}
-        run = folder / options[-1]
         if (run / "summary.json").exists():
-            summary = json.loads((run / "summary.json").read_text())
-            kept = ("charts/SPS", "charts/episodic_length", "charts/episodic_return", "wall_seconds", "global_step")
-            runs[name] |= {k: v for k, v in summary.items() if k.startswith(("eval/", "env/")) or k in kept}
-            curve = [venv / "bin" / "python", "-c", CURVE, run, key]
-            curve = subprocess.run(curve, capture_output=True, text=True, check=True)
-            runs[name] |= {"shows": key, "curve": json.loads(curve.stdout)}
+            runs[name] |= read(run, key, venv)
     return runs
+
+
+def read(run: Path, key: str, venv: Path) -> dict:
+    """What is kept of a run: its last scores, and a curve."""
+    summary = json.loads((run / "summary.json").read_text())
+    kept = ("charts/SPS", "charts/episodic_length", "charts/episodic_return", "wall_seconds", "global_step")
+    result = {k: v for k, v in summary.items() if k.startswith(("eval/", "env/")) or k in kept}
+    curve = [venv / "bin" / "python", "-c", CURVE, run, key]
+    curve = subprocess.run(curve, capture_output=True, text=True, check=True)
+    return result | {"shows": key, "curve": json.loads(curve.stdout)}
 
 
 def table() -> None:

@@ -6,6 +6,9 @@ GPUs have never run. Isaac Lab's robots are remote files: where those cannot be 
 such as scene.robot.spawn.usd_path=robot.usd.
 """
 
+import contextlib
+import io
+
 import gymnasium as gym
 import isaaclab_tasks  # noqa: F401 (registers the tasks)
 from isaaclab.app import launch_simulation
@@ -51,9 +54,10 @@ class Env(ManagerBasedEnv):
         cfg.compute_final_obs = True
         if max_episode_steps:
             cfg.episode_length_s = (max_episode_steps - 0.5) * cfg.sim.dt * cfg.decimation
-        self._launch = launch_simulation(cfg, {})
-        self._launch.__enter__()
-        sim = gym.make(name, cfg=cfg).unwrapped
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints its tables, on every rank
+            self._launch = launch_simulation(cfg, {})
+            self._launch.__enter__()
+            sim = gym.make(name, cfg=cfg).unwrapped
         if hasattr(sim, "possible_agents"):
             raise ValueError(f"{env_id} has several agents: only one is supported")
         self._adopt(env_id, sim, device, seed, first_env)
