@@ -86,7 +86,8 @@ class Args:
     checkpoint: str = ""  # run folder (its best checkpoint) or checkpoint folder, for --evaluate
 
     # Environment
-    env_id: str = "Tabletop"  # embedded env (PushCube, CartPole, Tabletop) or gym/<id>
+    env_id: str = "Tabletop"  # embedded env (PushCube, CartPole, Tabletop) or one of a simulator, such as gym/<id>: docs/envs.md
+    env_options: tuple[str, ...] = ()  # options of the env, as name=value: docs/envs.md
     num_envs: int = 64  # parallel envs of each process
 
     # Model
@@ -1062,12 +1063,13 @@ def make_envs(args: Args, accelerator: Accelerator, **options) -> tuple[envs.Vec
     render = 0
     if args.capture_video and accelerator.is_main_process:
         render = 4 if embedded else 1
-    make = partial(envs.make, args.env_id, device=accelerator.device)
     with together():
-        eval_env = make(num_envs=mine, seed=EVAL_SEED, first_env=first, render=render)
+        make = partial(envs.make, args.env_id, device=accelerator.device, **envs.options(args.env_options))
         # CRUCIAL: seeded by the global index of each env: with seed + rank, ranks would share most initial states.
-        first = rank * args.num_envs
-        env = make(num_envs=args.num_envs, seed=args.seed, first_env=first, **options)
+        env = make(num_envs=args.num_envs, seed=args.seed, first_env=rank * args.num_envs, **options)
+        if not env.separate_evaluation:
+            return env, env
+        eval_env = make(num_envs=mine, seed=EVAL_SEED, first_env=first, render=render)
     return env, eval_env
 
 

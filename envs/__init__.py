@@ -62,6 +62,8 @@ class VecEnv:
     instructions: list[str] = []
     render_rows: int = 0  # how many envs `render` draws
     separate_evaluation: bool = True  # False where a process can hold only one simulation
+    holds_inactive: bool = True  # False where a row that is not active is given a zero action instead of held
+    repeatable_starts: bool = True  # False where the simulator draws starts that a seed does not bring back
 
     def reset(self, episode: int = 0) -> TensorDict:
         """Every env starts its `episode`-th episode."""
