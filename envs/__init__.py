@@ -64,6 +64,7 @@ class VecEnv:
     separate_evaluation: bool = True  # False where a process can hold only one simulation
     holds_inactive: bool = True  # False where a row that is not active is given a zero action instead of held
     repeatable_starts: bool = True  # False where the simulator draws starts that a seed does not bring back
+    starts_by_index: bool = True  # False where the starts of a process are drawn together, so its size changes them
 
     def reset(self, episode: int = 0) -> TensorDict:
         """Every env starts its `episode`-th episode."""

@@ -266,9 +266,10 @@ class Checker:
         self.expect("starts", differ(first, env.reset(1)), "reset(1) starts as reset(0) does")
         self.notes["starts"] = "repeat, given seed and episode"
         if not env.separate_evaluation:
-            self.notes["separate evaluation"] = (
-                "no: evaluation takes turns with training in the one simulation"
-            )
+            self.notes["separate evaluation"] = "no: evaluation takes turns with training in the one simulation"
+            return
+        if not env.starts_by_index:
+            self.notes["starts"] += ", but are drawn for the process as a whole: with another number of envs, others"
             return
         n = self.num_envs
         halves = []

@@ -26,6 +26,9 @@ GROUPS = {"policy": "state", "actor": "state", "critic": "privileged"}
 
 
 class ManagerBasedEnv(VecEnv):
+    holds_inactive = False
+    starts_by_index = False
+
     def _adopt(self, env_id, sim, device, seed, first_env) -> None:
         self.num_envs, self.device = sim.num_envs, torch.device(device)
         self._sim = sim

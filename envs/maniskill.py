@@ -46,6 +46,7 @@ class Env(VecEnv):
         if self.max_episode_steps is None:
             raise ValueError(f"maniskill/{name} has no time limit: give the option max_episode_steps")
         self._batched = self.device.type == "cuda"
+        self.holds_inactive = self.starts_by_index = not self._batched
         if self._batched and group_size > 1:
             reason = "on a GPU ManiSkill draws the starts of all envs together, so the envs of a group cannot share one"
             raise ValueError(f"maniskill/{name}: {reason}: use the CPU (--cpu)")
