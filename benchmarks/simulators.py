@@ -107,6 +107,11 @@ def words(command: str, venv: Path) -> list[str]:
     return [str(venv / "bin" / program), *rest]
 
 
+def commit() -> str:
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return git.stdout.strip()
+
+
 def check(simulator: Simulator, venv: Path) -> dict:
     checks = {}
     for arguments in simulator.check:
@@ -114,7 +119,8 @@ def check(simulator: Simulator, venv: Path) -> dict:
         done = subprocess.run(words(f"python -m envs {arguments}", venv), cwd=ROOT, capture_output=True, text=True)
         print(done.stdout, done.stderr[-2000:] if done.returncode else "", sep="\n")
         lines = [line for line in done.stdout.splitlines() if line.strip()]
-        checks[arguments] = {"exit_code": done.returncode, "seconds": time.time() - start, "printed": lines[-40:]}
+        checks[arguments] = {"commit": commit(), "exit_code": done.returncode, "seconds": time.time() - start}
+        checks[arguments]["printed"] = lines[-40:]
     return checks
 
 
@@ -123,8 +129,8 @@ def learn(simulator: Simulator, venv: Path, folder: Path) -> dict:
     for name, (command, key) in simulator.learn.items():
         run = folder / f"{name}_{int(time.time())}"
         options = ["--output-dir", str(folder), "--run-name", run.name]
-        done = subprocess.run([*words(command, venv), *options], cwd=ROOT)
-        runs[name] = {"command": command, "exit_code": done.returncode}
+        runs[name] = {"command": command, "commit": commit()}  # before it starts: it may change meanwhile
+        runs[name]["exit_code"] = subprocess.run([*words(command, venv), *options], cwd=ROOT).returncode
         if (run / "summary.json").exists():
             runs[name] |= read(run, key, venv)
     return runs
@@ -173,12 +179,21 @@ def main() -> None:
             install(simulator, venv)
         path = RESULTS / f"sim_{name}.json"
         result = json.loads(path.read_text()) if path.exists() else {}
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         listed = json.loads(subprocess.check_output([venv / "bin" / "pip", "list", "--format", "json"]))
-        shown = ("torch", "gymnasium", "mujoco", "numpy", "mani-skill", "mani_skill", "mjlab", "isaaclab", "newton")
+        shown = (
+            "torch",
+            "gymnasium",
+            "mujoco",
+            "numpy",
+            "mani-skill",
+            "mani_skill",
+            "mjlab",
+            "isaaclab",
+            "newton",
+            "sapien",
+        )
         result["versions"] = {p["name"]: p["version"] for p in listed if p["name"] in shown}
         result["install"] = simulator.install
-        result["commit"] = commit.stdout.strip()
         result["machine"] = f"2 cores, {platform.machine()}, shared with other jobs"
         if args.only in (None, "check"):
             result["check"] = check(simulator, venv)
