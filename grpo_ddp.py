@@ -72,7 +72,7 @@ class Args:
     init_from: str = ""  # run or checkpoint folder of ppo_ddp.py or grpo_ddp.py to start from
 
     # Environment
-    env_id: str = "PushCube"  # embedded env (PushCube, CartPole, Tabletop) or one of a simulator, such as gym/<id>: docs/envs.md
+    env_id: str = "PushCube"  # embedded env (PushCube, CartPole, Tabletop) or a simulator's, such as gym/<id>
     env_options: tuple[str, ...] = ()  # options of the env, as name=value: docs/envs.md
     num_envs: int = 256  # parallel envs of each process
     group_size: int = 8  # envs that start alike: their episodes are compared with one another
@@ -598,6 +598,10 @@ def load_model(agent: nn.Module, checkpoint: Checkpoint, args: Args) -> None:
     try:
         agent.load_state_dict(checkpoint.model)
     except RuntimeError as error:
+        old = " ".join(checkpoint.about["args"].get("env_options", [])) or "none"
+        new = " ".join(args.env_options) or "none"
+        if old != new:
+            fail(f"{checkpoint.folder} was trained with other observations or actions: --env-options {old}, not {new}")
         fail(f"{checkpoint.folder} does not fit this model: {' '.join(str(error).split())}")
 
 

@@ -86,7 +86,7 @@ class Args:
     checkpoint: str = ""  # run folder (its best checkpoint) or checkpoint folder, for --evaluate
 
     # Environment
-    env_id: str = "Tabletop"  # embedded env (PushCube, CartPole, Tabletop) or one of a simulator, such as gym/<id>: docs/envs.md
+    env_id: str = "Tabletop"  # embedded env (PushCube, CartPole, Tabletop) or a simulator's, such as gym/<id>
     env_options: tuple[str, ...] = ()  # options of the env, as name=value: docs/envs.md
     num_envs: int = 64  # parallel envs of each process
 
@@ -1602,7 +1602,8 @@ def main(args: Args) -> None:
 
     # ---- Cloning: the model learns to act from a few demonstrations
     if args.bc_updates and progress.iteration == 0:
-        demo_env = envs.make(args.env_id, args.bc_episodes, device=device, seed=DEMO_SEED)
+        options = envs.options(args.env_options)
+        demo_env = envs.make(args.env_id, args.bc_episodes, device=device, seed=DEMO_SEED, **options)
         demo_obs, labels = demonstrate(agent, demo_env)
         agent.train(args.gradient_checkpointing)
         for update in range(args.bc_updates):

@@ -63,6 +63,7 @@ class VecEnv:
     render_rows: int = 0  # how many envs `render` draws
     separate_evaluation: bool = True  # False where a process can hold only one simulation
     holds_inactive: bool = True  # False where a row that is not active is given a zero action instead of held
+    checks_options: bool = False  # True where make passes any option on, and the adapter refuses what is wrong
     repeatable_starts: bool = True  # False where the simulator draws starts that a seed does not bring back
     starts_by_index: bool = True  # False where the starts of a process are drawn together, so its size changes them
 
@@ -131,6 +132,8 @@ def draw_without_screen() -> None:
 
 def known_options(cls: type) -> dict | None:
     """The options of an adapter with their defaults; None if it takes any and checks them itself."""
+    if cls.checks_options:
+        return None
     known = {}
     for owner in cls.__mro__:
         if "__init__" not in vars(owner) or owner is object:

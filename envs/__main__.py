@@ -34,7 +34,7 @@ RULES = {
     "aliasing": "what a step returned is not written to again",
     "inactive": "a row that is not active stays as it is, with reward 0 and no end",
     "look": "with look=False there are no pictures in obs; the next ones show the same as without",
-    "starts": "the same seed and episode start alike, another episode or seed otherwise",
+    "starts": "the same seed and episode start alike",
     "global_index": "env first_env + i starts the same whatever the number of processes",
     "groups": "the envs of a group start alike, and groups start differently",
     "state": "load_state_dict brings back the very state that state_dict saved",
@@ -263,8 +263,8 @@ class Checker:
         for key, x in first.items():
             same = torch.equal(x, env.reset(0)[key])
             self.expect("starts", same, f"obs[{key!r}] of reset(0) is another one the second time")
-        self.expect("starts", differ(first, env.reset(1)), "reset(1) starts as reset(0) does")
-        self.notes["starts"] = "repeat, given seed and episode"
+        varied = differ(first, env.reset(1))
+        self.notes["starts"] = "repeat, given seed and episode" if varied else "look alike in all episodes"
         if not env.separate_evaluation:
             self.notes["separate evaluation"] = "no: evaluation takes turns with training in the one simulation"
             return
@@ -288,7 +288,7 @@ class Checker:
         obs = grouped.reset(0)
         for key, x in obs.items():
             self.expect("groups", torch.equal(x[0::2], x[1::2]), f"obs[{key!r}] differs within a group")
-        self.expect("groups", differ(obs[:2], obs[2:]), "two groups start alike")
+        self.expect("groups", differ(obs[:2], obs[2:]) or not varied, "two groups start alike")
         self.notes["groups"] = "start alike"
         grouped.close()
 

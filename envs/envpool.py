@@ -24,6 +24,8 @@ from envs import VecEnv, closest, episode_seed
 
 
 class Env(VecEnv):
+    checks_options = True  # they are those of the env's own config
+
     def __init__(
         self, name, num_envs, *, device, seed, first_env, group_size, max_episode_steps=None, render=0, **options
     ):

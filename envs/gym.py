@@ -9,6 +9,7 @@ Options: `max_episode_steps`, and the arguments of the env, such as `ctrl_cost_w
 save and restore their state bit for bit.
 """
 
+import importlib
 import inspect
 import warnings
 
@@ -48,7 +49,11 @@ def mujoco_arrays(env) -> list[np.ndarray]:
 
 def make_one(name: str, **options):
     """-> the env without a time limit, and the limit that it is registered with."""
+    module, colon, env_name = name.rpartition(":")
     try:
+        if colon:
+            importlib.import_module(module)  # which registers its envs
+            name = env_name
         limit = gym.spec(name).max_episode_steps
         env = gym.make(name, disable_env_checker=True, max_episode_steps=-1, **options)
     except gym.error.UnregisteredEnv as error:
@@ -60,6 +65,8 @@ def make_one(name: str, **options):
         parameters = inspect.signature(load_env_creator(gym.spec(name).entry_point)).parameters.values()
         known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         raise ValueError(f"gym/{name}: {error}; its options are {', '.join(['max_episode_steps', *known])}") from error
+    except ModuleNotFoundError as error:
+        raise ValueError(f"gym/{name} needs the package {error.name}, which is not installed") from error
     except Exception as error:
         reason = str(error).split("\n")[0]
         raise ValueError(f"Gymnasium cannot make {name!r}: {reason}") from error
@@ -103,6 +110,8 @@ def split(space: gym.Space, path: tuple[str, ...] = ()) -> list[Part]:
 
 
 class Env(SingleEnvs):
+    checks_options = True  # the arguments of the env are known to Gymnasium alone
+
     def __init__(
         self, name, num_envs, *, device, seed, first_env, group_size, max_episode_steps=None, render=0, **options
     ):
