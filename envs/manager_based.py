@@ -26,6 +26,7 @@ GROUPS = {"policy": "state", "actor": "state", "critic": "privileged"}
 
 
 class ManagerBasedEnv(VecEnv):
+    checks_options = True
     holds_inactive = False
     starts_by_index = False
 
