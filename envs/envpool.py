@@ -92,7 +92,9 @@ class Env(VecEnv):
         self._steps[:] = 0
         self._make_for(episode)
         self._made_for = None
-        self._obs = self._convert(self._env.reset()[0])
+        obs, info = self._env.reset()
+        self._obs = self._convert(obs)
+        self._metrics = [name for name in info if name.startswith("reward_")]
         return self._observation()
 
     def step(self, action, active=None, look=True):
@@ -107,7 +109,7 @@ class Env(VecEnv):
         terminated = np.zeros(self.num_envs, bool)
         truncated = np.zeros(self.num_envs, bool)
         success = np.full(self.num_envs, np.nan, np.float32)
-        metrics = {}
+        metrics = {name: np.zeros(self.num_envs, np.float32) for name in self._metrics}
         if len(rows):
             obs, r, te, tr, info = self._env.step(action[rows], rows)
             # Rows come back in the order in which they were done.
@@ -118,10 +120,8 @@ class Env(VecEnv):
             truncated[rows] = tr & ~te
             if "success" in info:
                 success[rows] = info["success"]
-            for name, x in info.items():
-                if name.startswith("reward_"):
-                    metrics[name] = np.zeros(self.num_envs, np.float32)
-                    metrics[name][rows] = x
+            for name in self._metrics:
+                metrics[name][rows] = info[name]
         self._return += reward
         self._steps[rows] += 1
         ended = terminated | truncated

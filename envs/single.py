@@ -188,7 +188,7 @@ class SingleEnvs(VecEnv):
         obs = self._observation(look_at_final)
         reward, *metrics = self._tensor(self._numbers).unbind()
         terminated, truncated = self._tensor(self._flags).unbind()
-        info = {"final_obs": obs, "episode": self._no_episode, "metrics": dict(zip(self._metrics, metrics))}
+        info = {"final_obs": obs, "episode": self._no_episode, "metrics": dict(zip(self._metrics or [], metrics))}
         if self._ended:
             info["episode"] = self._episode_statistics()
             for i in self._ended:
