@@ -29,8 +29,8 @@ MANISKILL = (
 # Isaac Lab's robots are remote files; newton, which it installs, ships the same cart. ROBOT stands for a copy of it.
 ISAAC_CART = "scene.cartpole.spawn.usd_path=ROBOT scene.ground=none"
 ISAACLAB = (
-    "--env-id isaaclab/Isaac-Cartpole-Direct --num-envs 64 --num-steps 32 --gamma 0.99 --learning-rate 1e-3 "
-    f"--total-timesteps 400000 --eval-interval 50000 --env-options {ISAAC_CART}"
+    "--env-id isaaclab/Isaac-Cartpole-Direct --num-envs 128 --num-steps 32 --gamma 0.99 --learning-rate 1e-3 "
+    f"--total-timesteps 260000 --eval-interval 130000 --env-options {ISAAC_CART}"
 )
 MJLAB = (
     "--env-id mjlab/Mjlab-Cartpole-Balance --num-envs 32 --num-steps 64 --gamma 0.99 --learning-rate 1e-3 "
@@ -69,7 +69,7 @@ SIMULATORS = {
         learn={
             "isaaclab_cartpole": (f"python ppo_ddp.py {ISAACLAB}", "eval/episodic_length"),
             "isaaclab_cartpole_2ranks": (
-                f"{TWO} ppo_ddp.py {ISAACLAB} --num-envs 32 --total-timesteps 100000",
+                f"{TWO} ppo_ddp.py {ISAACLAB} --num-envs 32 --total-timesteps 40000",
                 "eval/episodic_length",
             ),
         },
