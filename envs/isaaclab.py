@@ -15,7 +15,7 @@ from isaaclab.app import launch_simulation
 from isaaclab_tasks.utils import load_cfg_from_registry, resolve_presets
 
 from envs import closest
-from envs.manager_based import ManagerBasedEnv, configure, refuse_groups
+from envs.manager_based import ManagerBasedEnv, configure, device_name, refuse_groups
 
 
 class Env(ManagerBasedEnv):
@@ -49,7 +49,7 @@ class Env(ManagerBasedEnv):
         )
         configure(env_id, cfg, fields, "presets, max_episode_steps")
         cfg.scene.num_envs = num_envs
-        cfg.sim.device = str(device)
+        cfg.sim.device = device_name(device)
         cfg.seed = seed
         cfg.compute_final_obs = True
         if max_episode_steps:

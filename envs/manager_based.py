@@ -160,6 +160,12 @@ def configure(env_id: str, cfg, fields: dict, known: str) -> None:
             setattr(owner, last, value)
 
 
+def device_name(device) -> str:
+    """As Warp wants it: with several processes Accelerate says cpu:0, which Warp does not know."""
+    device = torch.device(device)
+    return "cpu" if device.type == "cpu" else str(device)
+
+
 def refuse_groups(env_id: str, group_size: int) -> None:
     if group_size > 1:
         reason = "the simulator draws the starts of all its envs together, so the envs of a group cannot share one"

@@ -13,7 +13,7 @@ from mjlab.envs import ManagerBasedRlEnv
 from mjlab.tasks.registry import list_tasks, load_env_cfg
 
 from envs import closest
-from envs.manager_based import ManagerBasedEnv, configure, refuse_groups
+from envs.manager_based import ManagerBasedEnv, configure, device_name, refuse_groups
 
 
 class Env(ManagerBasedEnv):
@@ -45,7 +45,7 @@ class Env(ManagerBasedEnv):
         if render and sys.platform == "linux" and "DISPLAY" not in os.environ:
             os.environ.setdefault("MUJOCO_GL", "egl")  # draw without a screen
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its tables, on every rank
-            sim = ManagerBasedRlEnv(cfg, device=str(device), render_mode="rgb_array" if render else None)
+            sim = ManagerBasedRlEnv(cfg, device=device_name(device), render_mode="rgb_array" if render else None)
         self.render_rows = min(render, 1)
         self._adopt(f"mjlab/{name}", sim, device, seed, first_env)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import envs
-from envs.manager_based import ManagerBasedEnv, configure, refuse_groups
+from envs.manager_based import ManagerBasedEnv, configure, device_name, refuse_groups
 
 
 class Simulation:
@@ -156,6 +156,10 @@ def test_fields_of_the_configuration_are_options():
             configure("fake/Task", cfg, {field: 1}, "presets")
     with pytest.raises(ValueError, match="cannot share one"):
         refuse_groups("fake/Task", 2)
+
+
+def test_warp_is_not_told_of_cpu_0():
+    assert [device_name(x) for x in ("cpu:0", "cpu", torch.device("cuda:1"))] == ["cpu", "cpu", "cuda:1"]
 
 
 def test_mjlab():
