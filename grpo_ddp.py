@@ -465,7 +465,8 @@ def episode_means(prefix: str, sums: list[float]) -> dict[str, float]:
 def evaluate(agent: nn.Module, env: envs.VecEnv, accelerator: Accelerator, video: Path) -> dict:
     """One deterministic episode in each env of every rank: short ones are not favoured."""
     agent.eval()
-    obs = env.reset()
+    # Where it is the env that trains, an episode that training never starts.
+    obs = env.reset(0 if env.separate_evaluation else EVAL_SEED)
     active = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     sums = torch.zeros(4, dtype=torch.float64, device=env.device)
     frames = []
@@ -514,6 +515,8 @@ def make_envs(args: Args, accelerator: Accelerator, **options) -> tuple[envs.Vec
         make = partial(envs.make, args.env_id, device=accelerator.device, **envs.options(args.env_options))
         # CRUCIAL: seeded by the global index of each env: with seed + rank, ranks would share most initial states.
         env = make(num_envs=args.num_envs, seed=args.seed, first_env=rank * args.num_envs, **options)
+        if not env.separate_evaluation and args.capture_video:
+            raise ValueError(f"{args.env_id} is evaluated in the envs it trains in, which --capture-video cannot draw")
         if not env.separate_evaluation:
             return env, env
         eval_env = make(num_envs=mine, seed=EVAL_SEED, first_env=first, render=render)
@@ -1256,7 +1259,8 @@ def main(args: Args) -> None:
     # ---- Finish
     run.finish(log, progress)
     env.close()
-    eval_env.close()
+    if eval_env is not env:
+        eval_env.close()
     accelerator.end_training()
 
 

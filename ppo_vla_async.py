@@ -994,7 +994,8 @@ def evaluate_policy(
 ) -> dict[str, float]:
     """One deterministic episode in each env of every rank; with `shift`, told the wrong thing."""
     agent.eval()
-    obs = env.reset()
+    # Where it is the env that trains, an episode that training never starts.
+    obs = env.reset(0 if env.separate_evaluation else EVAL_SEED)
     active = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     sums = torch.zeros(4, dtype=torch.float64, device=env.device)
     frames = []
@@ -1081,6 +1082,8 @@ def make_envs(args: Args, accelerator: Accelerator, **options) -> tuple[envs.Vec
         make = partial(envs.make, args.env_id, device=accelerator.device, **envs.options(args.env_options))
         # CRUCIAL: seeded by the global index of each env: with seed + rank, ranks would share most initial states.
         env = make(num_envs=args.num_envs, seed=args.seed, first_env=rank * args.num_envs, **options)
+        if not env.separate_evaluation and args.capture_video:
+            raise ValueError(f"{args.env_id} is evaluated in the envs it trains in, which --capture-video cannot draw")
         if not env.separate_evaluation:
             return env, env
         eval_env = make(num_envs=mine, seed=EVAL_SEED, first_env=first, render=render)
@@ -1641,6 +1644,8 @@ def main(args: Args) -> None:
         optimizer.optimizer.state.clear()
         video = run.folder / "videos" / "step_0.gif"
         scores = evaluate_policy(agent, eval_env, accelerator, video, args.num_envs)
+        if eval_env is env:
+            next_obs = env.reset(episode=progress.iteration)
         accelerator.print(f"cloned: {show(scores)}")
         run.log(scores, progress)
 
@@ -1776,6 +1781,8 @@ def main(args: Args) -> None:
                     log |= evaluate_policy(agent, eval_env, accelerator, video, args.num_envs)
                     log["time/eval"] = time.perf_counter() - eval_start
                     improved = progress.improve(log)
+                    if eval_env is env:  # the simulator allows no second one: training starts new episodes
+                        collector.obs = env.reset(episode=progress.iteration)
                 if finished:
                     misled = evaluate_policy(agent, eval_env, accelerator, None, args.num_envs, shift=1)
                     log["eval/success_rate_wrong_instruction"] = misled.get("eval/success_rate", math.nan)
@@ -1793,7 +1800,8 @@ def main(args: Args) -> None:
     # ---- Finish
     run.finish(log, progress)
     env.close()
-    eval_env.close()
+    if eval_env is not env:
+        eval_env.close()
     # CRUCIAL: DDP must not be the last owner of the process group: it would wait for its end while holding the GIL.
     del model, optimizer, adam
     accelerator.free_memory()

@@ -270,6 +270,9 @@ class Checker:
         if not env.separate_evaluation:
             self.notes["separate evaluation"] = "no: evaluation takes turns with training in the one simulation"
             return
+        if not env.starts_by_index:
+            self.notes["starts"] += ", but are drawn for the process as a whole: with another number of envs, others"
+            return
         n = self.num_envs
         halves = []
         for start in (0, n // 2):
