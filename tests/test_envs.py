@@ -151,7 +151,9 @@ def test_draws_are_the_documented_hash():
         for draw, (centre, width) in enumerate(env.start):
             bits = mix((key + (draw + 1) * 0x9E3779B97F4A7C15) % 2**64)
             uniform = (bits >> 40) / 2**24
-            assert env._draw_start(env._episode)[i, draw].item() == pytest.approx(centre + width * (uniform - 0.5), abs=1e-6)
+            assert env._draw_start(env._episode)[i, draw].item() == pytest.approx(
+                centre + width * (uniform - 0.5), abs=1e-6
+            )
 
 
 def test_draws_are_uniform_and_independent():
