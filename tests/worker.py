@@ -80,7 +80,7 @@ def run(name: str, case: str, output: str, changes: dict) -> None:
 
             def broken_step(*a, **k):
                 if case == "slow":
-                    time.sleep(0.012 if rank == 1 else 0.002)
+                    time.sleep(0.018 if rank == 1 else 0.003)
                 if case == "even":
                     time.sleep(0.003)
                 obs, reward, *rest = env_step(*a, **k)
