@@ -16,12 +16,12 @@ import json
 import math
 import mmap
 import os
+import platform
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 import uuid
@@ -235,6 +235,22 @@ def together(before: str = "", after: str = "", fatal: bool = True):
     errors[:] = gather_object(errors)
     if errors and fatal:
         fail(f"{before}{errors[0]}{after}")
+
+
+def check_compiler(device: torch.device) -> None:
+    """Look for what --compile needs before anything is made, on every node."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch.utils._triton import has_triton
+
+    with together("--compile needs ", ": leave --compile out"):
+        if device.type != "cpu":
+            if not has_triton():
+                raise OSError("triton, and a GPU that it supports")
+            return
+        try:
+            get_cpp_compiler()
+        except (OSError, RuntimeError) as error:
+            raise OSError("a C++ compiler (none found: install g++ or set CXX)") from error
 
 
 def exchange(accelerator: Accelerator, values: dict) -> dict[str, torch.Tensor]:
@@ -543,19 +559,21 @@ class RankSum:
         self.round = 0
         self.counters = None
         one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(self.world)
-        if self.world > 1 and one_machine and vector.device.type == "cpu" and Path("/dev/shm").is_dir():
+        ordered = platform.machine() in ("x86_64", "AMD64")  # others may let a counter overtake what it counts
+        if self.world > 1 and one_machine and ordered and vector.device.type == "cpu" and sys.platform == "linux":
             self._share(vector)
 
     def _share(self, vector: torch.Tensor) -> None:
         pages = 64 * self.world  # bytes of the counters, a cache line for each rank
-        file = tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="tandem_", delete=False) if self.rank == 0 else None
-        path = broadcast_object_list([file and file.name])[0]
+        # Not a file in /dev/shm: it would outlive a killed process, and containers allow little there.
+        fd = os.memfd_create("tandem") if self.rank == 0 else None
+        path = broadcast_object_list([f"/proc/{os.getpid()}/fd/{fd}"])[0]
         with open(path, "r+b") as shared:
             shared.truncate(pages + 2 * self.world * vector.nbytes)
             self.memory = mmap.mmap(shared.fileno(), 0)
-        self.pids = gather_object([os.getpid()])  # all have opened the file
+        self.processes = [psutil.Process(pid) for pid in gather_object([os.getpid()])]  # all have opened it
         if self.rank == 0:
-            os.unlink(path)  # the memory goes when the last process does
+            os.close(fd)  # the memory goes when the last process does
         self.counters = memoryview(self.memory)[:pages].cast("q")
         self.parts = torch.frombuffer(self.memory, dtype=vector.dtype, offset=pages).view(2, self.world, -1)
 
@@ -582,7 +600,8 @@ class RankSum:
             now = time.monotonic()
             if now > looked + 0.1:
                 looked = now
-                os.kill(self.pids[rank], 0)  # raises ProcessLookupError where there is none any more
+                if self.processes[rank].status() == psutil.STATUS_ZOMBIE:  # raises NoSuchProcess where there is none
+                    raise ProcessLookupError(f"rank {rank} has died")
                 if now > start + self.timeout:
                     raise TimeoutError(f"rank {rank} has not answered for {self.timeout} seconds")
 
@@ -835,7 +854,11 @@ class Run:
                 setattr(progress, name, trainer[name])
         if progress.global_step >= self.args.total_timesteps:
             accelerator.print(f"nothing to do: {checkpoint.folder} has all steps; raise --total-timesteps")
-        optimizer.optimizer.load_state_dict(trainer["optimizer"])
+        try:
+            optimizer.optimizer.load_state_dict(trainer["optimizer"])
+        except ValueError:
+            what = "an older version wrote it, and its optimizer state does not fit this one"
+            fail(f"cannot resume {checkpoint.folder}: {what}; --evaluate can still score its policy")
         if accelerator.scaler and trainer.get("scaler"):
             accelerator.scaler.load_state_dict(trainer["scaler"])
         changed = ""
@@ -1026,6 +1049,8 @@ def main(args: Args) -> None:
     rank = accelerator.process_index
     world = accelerator.num_processes
     device = accelerator.device
+    if args.compile:
+        check_compiler(device)
     tune_cpu(args.torch_threads, args.hidden_size**2 * args.num_envs * args.num_steps // args.num_minibatches)
     options = {"compile": True} if args.compile and args.env_id in envs.EMBEDDED else {}
     env, eval_env = make_envs(args, accelerator, **options)

@@ -1377,7 +1377,11 @@ class Run:
                 setattr(progress, name, trainer[name])
         if progress.global_step >= self.args.total_timesteps:
             accelerator.print(f"nothing to do: {checkpoint.folder} has all steps; raise --total-timesteps")
-        optimizer.optimizer.load_state_dict(trainer["optimizer"])
+        try:
+            optimizer.optimizer.load_state_dict(trainer["optimizer"])
+        except ValueError:
+            what = "an older version wrote it, and its optimizer state does not fit this one"
+            fail(f"cannot resume {checkpoint.folder}: {what}; --evaluate can still score its policy")
         if accelerator.scaler and trainer.get("scaler"):
             accelerator.scaler.load_state_dict(trainer["scaler"])
         changed = ""
