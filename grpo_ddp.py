@@ -212,7 +212,7 @@ def name_attempt(store, rank: int, world: int) -> str:
 
 
 def tune_cpu(threads: int, multiplications: int) -> None:
-    """Set the number of threads, if 0 by what a minibatch multiplies, and keep freed memory."""
+    """Set the threads (0: by the multiplications of a hidden layer in a minibatch); keep freed memory."""
     if not threads:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         cores = cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -542,7 +542,7 @@ def make_envs(args: Args, accelerator: Accelerator, **options) -> tuple[envs.Vec
 def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
     """Make them, and their gradients, parts of one vector: one tensor to exchange, to clip and to update."""
     weights = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
-    weights.data = broadcast(weights.data)  # another processor may have drawn others from the same seed
+    weights.data = broadcast(weights.data)  # another kind of CPU may draw others from the same seed
     weights.grad = torch.zeros_like(weights)
     nn.utils.vector_to_parameters(weights.data, parameters)
     for p, gradient in zip(parameters, weights.grad.split([p.numel() for p in parameters])):
@@ -569,18 +569,18 @@ class RankSum:
             self._share(vector)
 
     def _share(self, vector: torch.Tensor) -> None:
-        pages = 64 * self.world  # bytes of the counters, a cache line for each rank
+        counter_bytes = 64 * self.world  # a cache line for each rank
         # Not a file in /dev/shm: it would outlive a killed process, and containers allow little there.
         fd = os.memfd_create("tandem") if self.rank == 0 else None
         path = broadcast_object_list([f"/proc/{os.getpid()}/fd/{fd}"])[0]
         with open(path, "r+b") as shared:
-            shared.truncate(pages + 2 * self.world * vector.nbytes)
+            shared.truncate(counter_bytes + 2 * self.world * vector.nbytes)
             self.memory = mmap.mmap(shared.fileno(), 0)
         self.processes = [psutil.Process(pid) for pid in gather_object([os.getpid()])]  # all have opened it
         if self.rank == 0:
             os.close(fd)  # the memory goes when the last process does
-        self.counters = memoryview(self.memory)[:pages].cast("q")
-        self.parts = torch.frombuffer(self.memory, dtype=vector.dtype, offset=pages).view(2, self.world, -1)
+        self.counters = memoryview(self.memory)[:counter_bytes].cast("q")
+        self.parts = torch.frombuffer(self.memory, dtype=vector.dtype, offset=counter_bytes).view(2, self.world, -1)
 
     def __call__(self, vector: torch.Tensor) -> None:
         if self.world == 1:
@@ -589,7 +589,8 @@ class RankSum:
             torch.distributed.all_reduce(vector)
             return
         self.round += 1
-        # CRUCIAL: two rounds take turns. Who writes into one has seen all ranks start the other, so all have read it.
+        # CRUCIAL: two buffers in turn. A rank that writes into one has seen all ranks enter the round after its last
+        # use, so all of them have read it.
         parts = self.parts[self.round % 2]
         parts[self.rank] = vector
         self.counters[8 * self.rank] = self.round
@@ -624,7 +625,7 @@ def clip_and_step(accelerator: Accelerator, optimizer, weights: nn.Parameter, ma
     # everywhere, and without a host sync.
     adam.found_inf = (~norm.isfinite()).float()
     adam.step()
-    # CRUCIAL: not set to None: the gradients of all layers are parts of this one.
+    # CRUCIAL: set to zero, not to None: the layers' gradients are views of this vector.
     weights.grad.zero_()
     return norm
 
@@ -1047,11 +1048,14 @@ def main(args: Args) -> None:
     device = accelerator.device
     if args.compile:
         check_compiler(device)
-    tune_cpu(args.torch_threads, args.hidden_size**2 * args.num_envs * 100 // args.num_minibatches)
+    steps = 100  # a guess at the length of an episode
+    tune_cpu(args.torch_threads, args.hidden_size**2 * args.num_envs * steps // args.num_minibatches)
     options = {"compile": True} if args.compile and args.env_id in envs.EMBEDDED else {}
     env, eval_env = make_envs(args, accelerator, group_size=args.group_size, **options)
     if "rgb" in env.single_observation_space.keys():
         fail(f"{args.env_id} has image observations, which this script does not support: use ppo_vla_async.py")
+    if args.episodes_per_env > 1 and not env.equal_restarts:
+        fail(f"{args.env_id} starts a group alike at a reset only: leave --episodes-per-env at 1")
     torch.manual_seed(args.seed)  # the same weights on every rank
     agent = Agent(env, args).to(device)
     if args.evaluate:
@@ -1118,7 +1122,7 @@ def main(args: Args) -> None:
         rows = []
         episodes = []
         env_metrics = {}
-        left = torch.full((args.num_envs,), args.episodes_per_env, device=device)  # to start or to finish
+        left = torch.full((args.num_envs,), args.episodes_per_env, device=device)  # episodes not over yet
         with torch.no_grad(), accelerator.autocast():
             # CRUCIAL: the number of the iteration makes the starts: new ones each time, and the same after a resume.
             next_obs = env.reset(episode=progress.iteration * args.episodes_per_env)

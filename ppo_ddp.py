@@ -1,4 +1,4 @@
-"""PPO in which every process collects and learns, and gradients are averaged (DD-PPO).
+"""PPO in which every process collects and learns, and all of them take every gradient step together (DD-PPO).
 
     python ppo_ddp.py                                      # one process: PushCube, learned in seconds
     torchrun --standalone --nproc_per_node 2 ppo_ddp.py    # two processes, one per GPU where there are GPUs
@@ -208,7 +208,7 @@ def name_attempt(store, rank: int, world: int) -> str:
 
 
 def tune_cpu(threads: int, multiplications: int) -> None:
-    """Set the number of threads, if 0 by what a minibatch multiplies, and keep freed memory."""
+    """Set the threads (0: by the multiplications of a hidden layer in a minibatch); keep freed memory."""
     if not threads:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         cores = cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -537,7 +537,7 @@ def make_envs(args: Args, accelerator: Accelerator, **options) -> tuple[envs.Vec
 def flatten(parameters: list[nn.Parameter]) -> nn.Parameter:
     """Make them, and their gradients, parts of one vector: one tensor to exchange, to clip and to update."""
     weights = nn.Parameter(nn.utils.parameters_to_vector(parameters).detach())
-    weights.data = broadcast(weights.data)  # another processor may have drawn others from the same seed
+    weights.data = broadcast(weights.data)  # another kind of CPU may draw others from the same seed
     weights.grad = torch.zeros_like(weights)
     nn.utils.vector_to_parameters(weights.data, parameters)
     for p, gradient in zip(parameters, weights.grad.split([p.numel() for p in parameters])):
@@ -564,18 +564,18 @@ class RankSum:
             self._share(vector)
 
     def _share(self, vector: torch.Tensor) -> None:
-        pages = 64 * self.world  # bytes of the counters, a cache line for each rank
+        counter_bytes = 64 * self.world  # a cache line for each rank
         # Not a file in /dev/shm: it would outlive a killed process, and containers allow little there.
         fd = os.memfd_create("tandem") if self.rank == 0 else None
         path = broadcast_object_list([f"/proc/{os.getpid()}/fd/{fd}"])[0]
         with open(path, "r+b") as shared:
-            shared.truncate(pages + 2 * self.world * vector.nbytes)
+            shared.truncate(counter_bytes + 2 * self.world * vector.nbytes)
             self.memory = mmap.mmap(shared.fileno(), 0)
         self.processes = [psutil.Process(pid) for pid in gather_object([os.getpid()])]  # all have opened it
         if self.rank == 0:
             os.close(fd)  # the memory goes when the last process does
-        self.counters = memoryview(self.memory)[:pages].cast("q")
-        self.parts = torch.frombuffer(self.memory, dtype=vector.dtype, offset=pages).view(2, self.world, -1)
+        self.counters = memoryview(self.memory)[:counter_bytes].cast("q")
+        self.parts = torch.frombuffer(self.memory, dtype=vector.dtype, offset=counter_bytes).view(2, self.world, -1)
 
     def __call__(self, vector: torch.Tensor) -> None:
         if self.world == 1:
@@ -584,7 +584,8 @@ class RankSum:
             torch.distributed.all_reduce(vector)
             return
         self.round += 1
-        # CRUCIAL: two rounds take turns. Who writes into one has seen all ranks start the other, so all have read it.
+        # CRUCIAL: two buffers in turn. A rank that writes into one has seen all ranks enter the round after its last
+        # use, so all of them have read it.
         parts = self.parts[self.round % 2]
         parts[self.rank] = vector
         self.counters[8 * self.rank] = self.round
@@ -619,7 +620,7 @@ def clip_and_step(accelerator: Accelerator, optimizer, weights: nn.Parameter, ma
     # everywhere, and without a host sync.
     adam.found_inf = (~norm.isfinite()).float()
     adam.step()
-    # CRUCIAL: not set to None: the gradients of all layers are parts of this one.
+    # CRUCIAL: set to zero, not to None: the layers' gradients are views of this vector.
     weights.grad.zero_()
     return norm
 

@@ -251,7 +251,7 @@ def name_attempt(store, rank: int, world: int) -> str:
 
 
 def tune_cpu(threads: int, multiplications: int) -> None:
-    """Set the number of threads, if 0 by what a minibatch multiplies, and keep freed memory."""
+    """Set the threads (0: by the multiplications of a hidden layer in a minibatch); keep freed memory."""
     if not threads:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         cores = cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))

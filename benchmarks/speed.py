@@ -113,7 +113,7 @@ def options_of(work: Workload) -> list:
         options += [f"--{name.replace('_', '-')}", getattr(work, name)]
     if work.norm_reward:
         options += ["--norm-reward", "--clip-vloss"]
-    return options
+    return [*options, "--torch-threads", 1]
 
 
 def read_events(folder: str, key: str) -> list:
@@ -219,8 +219,11 @@ def two_processes(quick: bool, rounds: int) -> dict:
         ["--num-envs", 256, "--total-timesteps", total],
         [*half, total],
         [*half, total // 2],
-        2,
+        4,
     )
+    for name in ("pushcube", "grpo"):
+        script, *options, warm = works[name]
+        works[f"{name} --compile"] = (script, *([*words, "--compile"] for words in options), warm)
 
     section = {"rounds": rounds, "others": 0.0}
     for name, (script, alone, both, independent, warm) in works.items():

@@ -65,6 +65,7 @@ class VecEnv:
     holds_inactive: bool = True  # False where a row that is not active is given a zero action instead of held
     checks_options: bool = False  # True where make passes any option on, and the adapter refuses what is wrong
     repeatable_starts: bool = True  # False where the simulator draws starts that a seed does not bring back
+    equal_restarts: bool = True  # False where `reset` starts the envs of a group alike, but autoreset does not
     starts_by_index: bool = True  # False where the starts of a process are drawn together, so its size changes them
 
     def reset(self, episode: int = 0) -> TensorDict:

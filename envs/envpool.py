@@ -25,6 +25,7 @@ from envs import VecEnv, closest, episode_seed
 
 class Env(VecEnv):
     checks_options = True  # they are those of the env's own config
+    equal_restarts = False
 
     def __init__(
         self, name, num_envs, *, device, seed, first_env, group_size, max_episode_steps=None, render=0, **options
