@@ -614,17 +614,17 @@ class RankSum:
 
 def clip_and_step(accelerator: Accelerator, optimizer, weights: nn.Parameter, max_norm: float) -> torch.Tensor:
     """Update the weights -> the norm of their gradient."""
-    adam = optimizer.optimizer
-    if accelerator.scaler:
+    if accelerator.scaler:  # fp16: it unscales before clipping, and leaves out a step with NaN by itself
         norm = accelerator.clip_grad_norm_([weights], max_norm)
-        adam = optimizer
+        optimizer.step()
     else:
+        adam = optimizer.optimizer  # not Accelerate's wrapper, which looks for a file at every step
         norm = weights.grad.norm()
         adam.grad_scale = (norm / max_norm).clamp(min=1.0)  # the fused Adam divides by it
-    # CRUCIAL: a NaN is in the sum over ranks, so on all of them, and the fused Adam skips its step where this is 1:
-    # everywhere, and without a host sync.
-    adam.found_inf = (~norm.isfinite()).float()
-    adam.step()
+        # CRUCIAL: a NaN is in the sum over ranks, so on all of them, and the fused Adam skips its step where this is 1:
+        # everywhere, and without a host sync.
+        adam.found_inf = (~norm.isfinite()).float()
+        adam.step()
     # CRUCIAL: set to zero, not to None: the layers' gradients are views of this vector.
     weights.grad.zero_()
     return norm
