@@ -1,7 +1,6 @@
 """Learning runs over several seeds, and the curves and tables in the docs made from them.
 
 python benchmarks/learn.py run pushcube pushcube_2ranks     # seconds to minutes each; results/NAME.json
-python benchmarks/learn.py run hopper                       # about a quarter of an hour
 python benchmarks/learn.py plot                             # docs/images/NAME.png (needs: pip install matplotlib)
 python benchmarks/learn.py gif                              # docs/images/pushcube.gif: the first command's policy
 python benchmarks/learn.py table                            # the table, in Markdown
@@ -17,10 +16,6 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 TWO = "torchrun --standalone --nproc_per_node 2"
-HOPPER = (
-    "--env-id gym/Hopper-v5 --num-envs 8 --num-steps 256 --num-minibatches 32 --update-epochs 10 --learning-rate 3e-4 "
-    "--gamma 0.99 --clip-vloss --norm-reward --init-logstd 0 --total-timesteps 1000000"
-)
 WARM = "python ppo_ddp.py --total-timesteps 50000"  # a policy that succeeds in about every fifth episode
 # name: command, seeds, what is plotted
 RUNS = {
@@ -69,7 +64,6 @@ RUNS = {
     ),
     "vla": ("python ppo_vla_async.py --eval-interval 10000", 3, "eval/success_rate"),
     "vla_sync": ("python ppo_vla_async.py --max-staleness 0 --eval-interval 10000", 1, "eval/success_rate"),
-    "hopper": (f"python ppo_ddp.py {HOPPER} --eval-interval 50000", 1, "eval/episodic_return"),
 }
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing import get_context
 from pathlib import Path
 
 import psutil
@@ -196,3 +197,11 @@ def script(name: str, nproc: int = 1) -> list[str]:
     if nproc == 1:
         return [sys.executable, name]
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc), name]
+
+
+def forkserver(monkeypatch):
+    """Starts processes as forks of one that has the scripts loaded and has done nothing else yet."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT}/tests")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["test_resume"])
+    return context

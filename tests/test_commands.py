@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -237,6 +238,21 @@ def test_bf16_and_compile_run(tmp_path):
     options = [*QUICK, "--mixed-precision", "bf16", "--compile", "--output-dir", tmp_path]
     one_thread = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # more cost more than they save
     assert "eval/success_rate" in run(*script("ppo_ddp.py"), *options, timeout=170, **one_thread)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("name", ["ppo_ddp.py", "grpo_ddp.py"])
+def test_compile_without_a_compiler_is_answered_in_one_line(tmp_path, name, nproc):
+    """At once and on all ranks, before there is a folder; also where CXX names what does not exist."""
+    extra = {"PATH": str(Path(sys.executable).parent)} if nproc == 1 else {"CXX": "/nowhere/g++"}
+    options = [*SHORT[name], "--compile", "--output-dir", tmp_path / "runs"]
+    process = Process([*script(name, nproc), *options], TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"), **extra)
+    code, text = process.finish(60)
+    message = "error: --compile needs a C++ compiler (none found: install g++ or set CXX): leave --compile out"
+    assert code == 1 and text.count(message) == 1 and f'File "{name}"' not in text, text
+    if nproc == 1:
+        assert text.strip() == message
+    assert not (tmp_path / "runs").exists()
 
 
 def test_inverted_pendulum_is_learned(tmp_path):

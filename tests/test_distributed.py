@@ -1,10 +1,17 @@
 """What several processes must agree on, in real processes under torchrun."""
 
 import json
+import os
+import random
+import signal
+import time
+from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import run, script, workers
+from accelerate import Accelerator
+from conftest import forkserver, free_port, run, script, workers
 
 import envs
 import ppo_ddp
@@ -111,6 +118,12 @@ def test_one_process_with_twice_the_envs_learns_the_same(tmp_path):
     assert metrics[0]["eval/episodic_return"] == pytest.approx(metrics[1]["eval/episodic_return"], abs=1e-4)
 
 
+def test_all_ranks_start_with_the_weights_of_the_first(tmp_path):
+    (one, two), _ = worker(tmp_path, "weights", 2, check_interval=1)
+    assert any(not torch.equal(one["initial"][k], two["initial"][k]) for k in one["initial"])
+    assert_same_bits(one["final"], two["final"])
+
+
 def test_different_kl_on_the_ranks_stops_both(tmp_path):
     """Rank 1 alone is over the target: together they are, so both leave after the first epoch, and nobody hangs."""
     (one, two), _ = worker(tmp_path, "kl", 2, target_kl=1.0, update_epochs=5)
@@ -150,3 +163,95 @@ def test_a_launch_that_would_go_wrong_is_refused(command, words, tmp_path):
     text = run(*command, "--output-dir", tmp_path / "runs", ok=False)
     assert words in text and 'Traceback (most recent call last):\n  File "ppo_ddp.py"' not in text
     assert not (tmp_path / "runs").exists()
+
+
+# ---- RankSum
+
+
+def sum_as_rank(rank: int, world: int, port: int, case: str, results) -> None:
+    local = 1 if case == "fallback" else world
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local, "MASTER_PORT": port}
+    os.environ |= {k: str(v) for k, v in places.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    torch.set_num_threads(1)
+    vector = torch.empty(1001)
+    add = ppo_ddp.RankSum(vector, Accelerator(cpu=True), timeout=2.0 if case == "silent" else 60.0)
+    assert (add.counters is None) == (case == "fallback")
+    real, delays, bits = torch.sum, random.Random(rank), []
+
+    def slow(*a, **k):  # all have written, and others are free to write again
+        time.sleep(delays.choice([0.0, 0.0, 0.0, 0.003]))
+        return real(*a, **k)
+
+    torch.sum = slow
+    for turn in range(200):
+        if turn == 20 and rank == 1 and case == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if turn == 20 and rank == 1 and case == "silent":
+            time.sleep(600)
+        generator = torch.Generator().manual_seed(turn)
+        parts = torch.randn(world, 1001, generator=generator)
+        vector.copy_(parts[rank])
+        time.sleep(delays.choice([0.0, 0.0, 0.0, 0.003]))
+        add(vector)
+        torch.testing.assert_close(vector.double(), parts.double().sum(0), atol=1e-5, rtol=0)
+        bits.append(vector.view(torch.int32).tolist())
+    results.put((rank, bits))
+
+
+def sum_over_ranks(world: int, port: int, case: str, file: Path) -> None:
+    """The parent of the ranks: it does not look after one that died before the others have ended."""
+    context = get_context("fork")
+    results = context.Queue()
+    ranks = [
+        context.Process(target=sum_as_rank, args=(r, world, port, case, results), daemon=True) for r in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    begin = time.monotonic()
+    bits = {}
+    if case in ("right", "fallback"):
+        bits = dict(results.get() for _ in ranks)
+    for rank, process in enumerate(ranks):
+        if rank != 1 or bits:
+            process.join()
+    left = [name for name in os.listdir("/dev/shm") if "tandem" in name] if Path("/dev/shm").is_dir() else []
+    found = {"seconds": time.monotonic() - begin, "left": left, "bits": bits}
+    ranks[1].kill()
+    ranks[1].join()
+    torch.save(found | {"codes": [process.exitcode for process in ranks]}, file)
+
+
+def rank_sum(monkeypatch, tmp_path, world, case) -> dict:
+    process = forkserver(monkeypatch).Process(target=sum_over_ranks, args=(world, free_port(), case, tmp_path / case))
+    process.start()
+    process.join(90)
+    alive = process.is_alive()
+    process.kill()
+    assert not alive, "the ranks hang"
+    found = torch.load(tmp_path / case)
+    assert not found["left"]
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_sums_over_ranks_are_right_and_bit_equal(tmp_path, monkeypatch, world):
+    """Whatever rank is late, and wherever it is; also through all_reduce, where the memory is not shared."""
+    found = rank_sum(monkeypatch, tmp_path, world, "right")
+    assert found["codes"] == [0] * world and len(found["bits"]) == world
+    assert all(bits == found["bits"][0] for bits in found["bits"].values())
+    if world == 3:
+        fallback = rank_sum(monkeypatch, tmp_path, world, "fallback")
+        assert fallback["codes"] == [0] * world
+        one, two = (torch.tensor(f["bits"][0], dtype=torch.int32).view(torch.float32) for f in (found, fallback))
+        torch.testing.assert_close(one, two, atol=1e-6, rtol=0)
+
+
+def test_a_rank_that_died_is_not_waited_for(tmp_path, monkeypatch):
+    """Killed, and not even reaped by its parent: the others end within seconds, with an error."""
+    found = rank_sum(monkeypatch, tmp_path, 3, "killed")
+    assert found["codes"] == [1, -signal.SIGKILL, 1] and found["seconds"] < 20
+
+
+def test_a_rank_that_does_not_answer_is_waited_for_as_long_as_said(tmp_path, monkeypatch, capfd):
+    found = rank_sum(monkeypatch, tmp_path, 2, "silent")
+    assert found["codes"][0] == 1 and 2.0 < found["seconds"] < 30

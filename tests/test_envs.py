@@ -132,6 +132,42 @@ def test_state_dict_is_exact(env_id):
         torch.testing.assert_close(a[4]["episode"], b[4]["episode"], atol=0, rtol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("env_id", EMBEDDED[:2])
+def test_a_compiled_env_steps_as_the_eager_one(env_id):
+    """Starts to the bit, states to rounding: with episodes that end, and with rows that are not active."""
+    options = {"seed": 3, "first_env": 5, "group_size": 2, "max_episode_steps": 20}
+    one, two = (envs.make(env_id, 6, **options, **extra) for extra in ({}, {"compile": True}))
+    generator = torch.Generator().manual_seed(0)
+    assert torch.equal(one.reset(episode=4)["state"], two.reset(episode=4)["state"])
+    ends = 0
+    for step in range(70):
+        action = actions(one, generator)
+        active = None if step < 45 else torch.rand(6, generator=generator) < 0.7
+        results = []
+        for env in (one, two):
+            before = {k: v.clone() for k, v in env._state.items()}
+            with torch.no_grad():
+                results.append(env.step(action, active))
+            if active is not None:
+                for k, v in env._state.items():
+                    assert torch.equal(v[~active], before[k][~active])
+        a, b = results
+        done = a[2] | a[3]
+        ends += int(done.sum())
+        assert torch.equal(a[2], b[2]) and torch.equal(a[3], b[3])
+        for k, v in one._state.items():
+            assert torch.equal(v[done], two._state[k][done])  # where the next episode starts
+        for x, y in (
+            (a[0]["state"], b[0]["state"]),
+            (a[1], b[1]),
+            (a[4]["final_obs"]["state"], b[4]["final_obs"]["state"]),
+        ):
+            torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(a[4]["episode"], b[4]["episode"], atol=1e-5, rtol=1e-5, equal_nan=True)
+        two.load_state_dict(one.state_dict())  # rounding must not add up
+    assert ends >= 12
+
+
 def test_a_simulator_that_cannot_tell_its_state_says_so():
     assert envs.make("gym/CartPole-v1", 2).state_dict() is None
 

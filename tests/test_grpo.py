@@ -14,7 +14,7 @@ import tyro
 from conftest import run, script, workers
 from test_distributed import assert_same_bits
 from test_distributed import worker as start_worker
-from test_ppo import made  # noqa: F401  (a fixture)
+from test_ppo import compiled_and_eager, made  # noqa: F401  (a fixture)
 from test_resume import assert_same, checkpoint, cut_back, newest, scores
 
 import envs
@@ -542,3 +542,10 @@ def test_push_cube_is_learned(tmp_path):
     run(*script("grpo_ddp.py"), "--output-dir", tmp_path, "--run-name", "a", timeout=170)
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
     assert summary["eval/success_rate"] >= 0.95 and summary["eval/episodes"] == 512
+
+
+def test_compiled_once_it_does_the_same(tmp_path, monkeypatch):
+    """Minibatches of many sizes, episodes that end one after the other, evaluations: no graph is compiled for them."""
+    args = SMALL | {"output_dir": str(tmp_path), "episodes_per_env": 2, "update_epochs": 1, "kl_coef": 0.1}
+    args |= {"total_timesteps": 5 * 1600, "eval_interval": 3200, "save_interval": 1, "keep_checkpoints": 100}
+    assert compiled_and_eager(grpo_ddp, tmp_path, monkeypatch, args) == 4

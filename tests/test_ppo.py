@@ -1,12 +1,16 @@
 """The parts of ppo_ddp.py in one process, against references written independently of them."""
 
+import copy
+import gc
 import json
 import math
 
 import gymnasium as gym
+import psutil
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -494,3 +498,187 @@ def test_checksum_sees_every_bit_and_takes_little_memory():
     with Largest() as largest:
         checksum([weights], size=64)
     assert largest.elements == 64
+
+
+# ---- One vector of weights, and the step that updates it
+
+
+def networks(seed=0) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    return ppo_ddp.mlp(5, 2, 16, std=1.0)
+
+
+@pytest.mark.smoke
+def test_flat_weights_are_the_weights_of_the_model(tmp_path):
+    """Parameters and gradients are parts of the vector; what reads, writes or copies a model still does."""
+    model = networks()
+    before = copy.deepcopy(model.state_dict())
+    weights = ppo_ddp.flatten(list(model.parameters()))
+    assert weights.numel() == sum(p.numel() for p in model.parameters())
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name])
+        for part, whole in ((p, weights), (p.grad, weights.grad)):
+            assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() and part.is_contiguous()
+    model(torch.ones(3, 5)).sum().backward()
+    assert torch.equal(weights.grad, torch.cat([p.grad.flatten() for p in model.parameters()])) and weights.grad.any()
+    with torch.no_grad():
+        weights.mul_(2.0)
+    assert all(torch.equal(p, 2.0 * before[name]) for name, p in model.named_parameters())
+
+    other = copy.deepcopy(model)  # such as the reference of GRPO
+    with torch.no_grad():
+        weights.zero_()
+    assert all(torch.equal(p, 2.0 * before[name]) for name, p in other.named_parameters())
+    save_file({k: v.detach().contiguous() for k, v in other.state_dict().items()}, tmp_path / "a")
+    model.load_state_dict(load_file(tmp_path / "a"))
+    assert torch.equal(weights, torch.cat([p.flatten() for p in other.parameters()])) and weights.any()
+    save_file({k: v.detach().contiguous() for k, v in model.state_dict().items()}, tmp_path / "b")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("max_norm", [0.05, 1e9])
+def test_a_step_equals_that_of_torch(max_norm):
+    """clip_grad_norm_ and Adam on separate parameters, over several steps; a NaN among them changes nothing."""
+    accelerator = Accelerator(cpu=True)
+    model, reference = networks(), networks()
+    weights = ppo_ddp.flatten(list(model.parameters()))
+    optimizer = accelerator.prepare(torch.optim.Adam([weights], lr=1e-2, eps=1e-5, fused=True))
+    plain = torch.optim.Adam(reference.parameters(), lr=1e-2, eps=1e-5)
+    data = torch.randn(8, 20, 5, generator=torch.Generator().manual_seed(1))
+    for i, x in enumerate(data):
+        if i == 4:
+            model(x * math.nan).sum().backward()
+            before = copy.deepcopy([model.state_dict(), optimizer.optimizer.state_dict()])
+            assert ppo_ddp.clip_and_step(accelerator, optimizer, weights, max_norm).isnan()
+            after = [model.state_dict(), optimizer.optimizer.state_dict()]
+            torch.testing.assert_close(before, after, atol=0, rtol=0)
+            assert not weights.grad.any()
+        model(x).square().mean().backward()
+        reference(x).square().mean().backward()
+        norm = ppo_ddp.clip_and_step(accelerator, optimizer, weights, max_norm)
+        expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
+        assert norm.item() == pytest.approx(expected.item(), rel=1e-5) and norm > 0.05
+        plain.step()
+        plain.zero_grad()
+        assert not weights.grad.any() and all(p.grad is not None for p in model.parameters())
+        for a, b in zip(model.parameters(), reference.parameters()):
+            torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
+@pytest.mark.smoke
+def test_the_quick_tanh_is_a_tanh():
+    x = torch.cat([torch.linspace(-12, 12, 20_001), torch.tensor([1e-8, -1e-8, 0.0, 1e30, -1e30])])
+    mine, torchs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    ours, theirs = ppo_ddp.Tanh()(mine), torch.tanh(torchs)
+    torch.testing.assert_close(ours, theirs, atol=3e-7, rtol=0)
+    ours.sum().backward()
+    theirs.sum().backward()
+    torch.testing.assert_close(mine.grad, torchs.grad, atol=1e-6, rtol=0)
+    double = torch.linspace(-3, 3, 7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(ppo_ddp.QuickTanh.apply, double)
+    model, expected = networks(), torch.nn.Sequential(*networks())
+    expected[1] = expected[3] = torch.nn.Tanh()
+    outputs = []
+    for net in (model, expected):
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs.append(net(torch.linspace(-2, 2, 50).view(10, 5)))
+        outputs[-1].float().sum().backward()
+    torch.testing.assert_close(*outputs, atol=0.05, rtol=0.05)
+    for a, b in zip(model.parameters(), expected.parameters()):
+        torch.testing.assert_close(a.grad, b.grad, atol=0.1, rtol=0.1)
+
+
+# ---- Memory
+
+
+def live_bytes() -> int:
+    """Of all tensors that Python holds, each storage once."""
+    gc.collect()
+    storages = [x.untyped_storage() for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+@pytest.mark.parametrize("script", [ppo_ddp, grpo_ddp], ids=lambda s: s.__name__)
+def test_memory_is_flat_over_the_iterations(tmp_path, monkeypatch, script):
+    """Nothing of a rollout is left when the next one is over, and the process does not grow."""
+    steps = {"ppo_ddp": 8 * 8, "grpo_ddp": 8 * 20}[script.__name__]
+    settings = {"num_steps": 8} if script is ppo_ddp else {"group_size": 4, "env_options": ("max_episode_steps=20",)}
+    settings |= {"output_dir": str(tmp_path), "num_envs": 8, "num_minibatches": 1, "update_epochs": 1}
+    log, tensors, resident = script.Run.log, [], []
+
+    def measure(self, values, progress):
+        log(self, values, progress)
+        if progress.iteration % 50 == 0:
+            tensors.append(live_bytes())
+            resident.append(psutil.Process().memory_info().rss)
+
+    monkeypatch.setattr(script.Run, "log", measure)
+    script.main(script.Args(**settings, eval_episodes=4, save_interval=0, total_timesteps=300 * steps))
+    assert len(tensors) >= 6
+    assert max(tensors[1:]) - min(tensors[1:]) < 4096, tensors  # less than one column of a rollout
+    assert max(resident[3:]) - resident[2] < 4e6, resident
+
+
+def test_a_rollout_takes_little_more_than_its_samples(tmp_path, monkeypatch):
+    """When the first minibatch is learned from, less than FACTOR times observation, action, log-probability, reward
+    and two flags of each step are alive: also normalised observations, values, advantages, returns, final
+    observations, episode statistics, and the batch in its order and shuffled."""
+    FACTOR = 8.0
+    before, during = [], []
+    see, forward = ppo_ddp.Run.claim, ppo_ddp.Learner.forward
+
+    def claim(self, progress):
+        see(self, progress)
+        before.append(live_bytes())
+
+    def learn(self, *args, **kwargs):
+        if not during:
+            during.append(live_bytes())
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(ppo_ddp.Run, "claim", claim)
+    monkeypatch.setattr(ppo_ddp.Learner, "forward", learn)
+    ppo_ddp.main(small(tmp_path, num_envs=64, num_steps=64, total_timesteps=1))
+    env = envs.make("PushCube", 1)
+    state, action = env.single_observation_space["state"].shape[0], env.single_action_space.shape[0]
+    minimum = 64 * 64 * (4 * (state + action + 2) + 2)
+    factor = (during[0] - before[0]) / minimum
+    assert 1.0 < factor < FACTOR, factor
+
+
+# ---- --compile
+
+
+def compiled_and_eager(script, tmp_path, monkeypatch, args) -> int:
+    """Run both and compare them after the first iteration -> how many graphs the compiled one has."""
+    graphs, log = [], script.Run.log
+
+    def count(self, values, progress):
+        log(self, values, progress)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    saved = {}
+    for compile in (False, True):
+        monkeypatch.setattr(script.Run, "log", count if compile else log)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        with torch._inductor.config.patch(fallback_random=True, compile_threads=1):  # the random numbers of eager mode
+            script.main(script.Args(**(args | {"run_name": f"compile_{compile}", "compile": compile})))
+        folder = tmp_path / f"compile_{compile}" / "checkpoints"
+        first = min(folder.glob("step_*"), key=lambda p: int(p.name.removeprefix("step_")))
+        saved[compile] = load_file(first / "model.safetensors")
+    assert not torch._dynamo.utils.counters["graph_break"], "a graph is broken in two"
+    assert len(graphs) >= 4 and set(graphs) == {graphs[0]}, f"recompiled after the first iteration: {graphs}"
+    for name, x in saved[False].items():
+        torch.testing.assert_close(saved[True][name], x, atol=2e-5, rtol=1e-4, msg=lambda m: f"{name}: {m}")
+    return graphs[0]
+
+
+@pytest.mark.parametrize("env_id, graphs", [("PushCube", 4), ("CartPole", 4), ("gym/CartPole-v1", 2)])
+def test_compiled_once_it_does_the_same(tmp_path, monkeypatch, env_id, graphs):
+    """A graph for the learner and one to act, two more for an embedded env: also where episodes end, and are scored."""
+    args = {"env_id": env_id, "num_envs": 8, "num_steps": 64, "num_minibatches": 2, "update_epochs": 1}
+    args |= {"total_timesteps": 5 * 8 * 64, "eval_interval": 2 * 8 * 64, "eval_episodes": 2, "save_interval": 1}
+    args |= {"output_dir": str(tmp_path), "keep_checkpoints": 100}
+    assert compiled_and_eager(ppo_ddp, tmp_path, monkeypatch, args) == graphs

@@ -14,7 +14,6 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 
 import psutil
@@ -22,7 +21,7 @@ import pytest
 import torch
 import tyro
 from accelerate import Accelerator
-from conftest import ROOT, Process, free_port, script, workers
+from conftest import Process, forkserver, free_port, script, workers
 from safetensors.torch import load_file, save_file
 from test_distributed import worker
 
@@ -274,6 +273,25 @@ def test_arguments_that_change_the_shapes_are_refused(tmp_path, trained):
         assert f"set {option[0].replace('--no-', '--')} to match it" in text
 
 
+def test_a_checkpoint_with_another_optimizer_is_refused_but_scored(tmp_path, trained):
+    """As it was written when the optimizer held a tensor for each parameter."""
+    shutil.copytree(trained, tmp_path / "run")
+    folder = newest(tmp_path / "run")
+    trainer = torch.load(folder / "trainer.pt", weights_only=True)
+    parameters = [torch.nn.Parameter(x.float()) for k, x in load_file(folder / "model.safetensors").items()]
+    adam = torch.optim.Adam(parameters, lr=1e-3, eps=1e-5, fused=True)
+    torch.stack([p.sum() for p in parameters]).sum().backward()
+    adam.step()
+    torch.save(trainer | {"optimizer": adam.state_dict()}, folder / "trainer.pt")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["trainer.pt"] = ppo_ddp.digest(folder / "trainer.pt")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    text = train_here(tmp_path, "run", 6, "--resume", tmp_path / "run", ok=False)
+    assert text.startswith(f"error: cannot resume {folder}: an older version wrote it") and "--evaluate" in text
+    text = train_here(tmp_path, "run", 6, "--evaluate", "--checkpoint", folder)
+    assert "eval/episodes 8" in text
+
+
 def test_a_finished_run_has_nothing_to_do(tmp_path, trained):
     shutil.copytree(trained, tmp_path / "run")
     before = checkpoint(newest(tmp_path / "run"))
@@ -455,9 +473,7 @@ def test_killed_at_twenty_random_moments_it_resumes_every_time(tmp_path, monkeyp
     The processes are forks of one that has torch loaded and has done nothing else yet.
     """
     generator, steps, folder = random.Random(0), [0], tmp_path / "run" / "checkpoints"
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT}/tests")
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["test_resume"])
+    context = forkserver(monkeypatch)
 
     def latest():
         return int((folder / "latest").read_text().removeprefix("step_")) if (folder / "latest").exists() else 0

@@ -39,6 +39,8 @@ def run(name: str, case: str, output: str, changes: dict) -> None:
 
     def recording_init(self, *a, **k):
         init(self, *a, **k)
+        if case == "weights" and rank == 1:  # as another processor might draw them
+            torch.nn.init.constant_(next(self.parameters()), 0.1)
         agents.append(self)
         record["initial"] = {k: v.clone() for k, v in self.state_dict().items()}
 
