@@ -42,6 +42,16 @@ RUNS = {
         "eval/success_rate",
     ),
     "grpo_pushcube_scale": ("python grpo_ddp.py --eval-interval 50000 --scale", 3, "eval/success_rate"),
+    "grpo_pushcube_2episodes": (
+        "python grpo_ddp.py --eval-interval 50000 --episodes-per-env 2 --num-minibatches 16",
+        3,
+        "eval/success_rate",
+    ),
+    "grpo_pushcube_4episodes": (
+        "python grpo_ddp.py --eval-interval 50000 --episodes-per-env 4 --num-minibatches 32",
+        3,
+        "eval/success_rate",
+    ),
     "grpo_pushcube_embodichain": (
         "python benchmarks/embodichain_grpo.py --eval-interval 50000",
         3,
