@@ -91,7 +91,7 @@ SIMULATORS = {
         check=["metaworld/push-v3 --expert", "metaworld/MT10 --expert --num-envs 10"],
         every=EVERY_METAWORLD,
         clip="python -m envs metaworld/MT10 --expert --num-envs 4 --steps 100 --video CLIP",
-        resume="--env-id metaworld/push-v3 --num-envs 4 --num-steps 25 --total-timesteps 4000 --save-interval 1000 "
+        resume="--env-id metaworld/push-v3 --num-envs 4 --num-steps 32 --total-timesteps 4096 --save-interval 1000 "
         "--eval-episodes 2 --env-options max_episode_steps=60",
         learn={
             "metaworld_reach": (f"python ppo_ddp.py {METAWORLD}", "eval/success_rate"),
@@ -101,7 +101,7 @@ SIMULATORS = {
     "envpool": Simulator(
         install=["-r requirements.txt", "envpool==1.2.5"],
         check=["envpool/HalfCheetah-v5", "envpool/Pong-v5 --steps 1000"],
-        resume="--env-id envpool/HalfCheetah-v5 --num-envs 4 --num-steps 25 --total-timesteps 40000 "
+        resume="--env-id envpool/HalfCheetah-v5 --num-envs 4 --num-steps 32 --total-timesteps 40960 "
         "--save-interval 5000 --eval-episodes 2",
         learn={
             "halfcheetah_envpool": (f"python ppo_ddp.py --env-id envpool/{CHEETAH}", "charts/episodic_return"),
@@ -290,9 +290,6 @@ def learn(simulator: Simulator, venv: Path, folder: Path) -> dict:
 
 
 def clip(name: str, simulator: Simulator, venv: Path, folder: Path) -> None:
-    """docs/images/sim_NAME.gif: every second frame, in 64 colours."""
-    from PIL import Image
-
     source = folder / f"{name}.gif"
     command = simulator.clip.replace("CLIP", str(source))
     if "RUN" in command:
@@ -301,15 +298,23 @@ def clip(name: str, simulator: Simulator, venv: Path, folder: Path) -> None:
     subprocess.run(words(command, venv), cwd=ROOT, check=True)
     if not source.exists():  # a script writes it beside the checkpoint
         (source,) = {path.resolve() for path in run.glob("checkpoints/*/evaluation.gif")}
+    shrink(source, ROOT / "docs" / "images" / f"sim_{name}.gif")
+
+
+def shrink(source: Path, target: Path) -> None:
+    """At most 30 frames of a GIF, in 64 colours."""
+    from PIL import Image
+
     video = Image.open(source)
+    stride = -(-video.n_frames // 30)
     frames = []
-    for k in range(0, video.n_frames, 2):
+    for k in range(0, video.n_frames, stride):
         video.seek(k)
         frames.append(video.convert("RGB"))
     palette = frames[len(frames) // 2].quantize(64)
     frames = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
-    target = ROOT / "docs" / "images" / f"sim_{name}.gif"
-    frames[0].save(target, save_all=True, append_images=frames[1:] + frames[-1:] * 8, duration=80, loop=0)
+    durations = [max(80, 40 * stride)] * (len(frames) - 1) + [1000]
+    frames[0].save(target, save_all=True, append_images=frames[1:], duration=durations, loop=0)
     print(f"{target.name}: {len(frames)} frames, {target.stat().st_size / 1000:.0f} kB")
 
 
