@@ -111,11 +111,16 @@ def make(env_id: str, num_envs: int, *, device="cpu", seed=0, first_env=0, group
     try:
         cls = importlib.import_module(f"envs.{backend if slash else EMBEDDED[env_id]}").Env
         check_options(env_id, cls, options)
-        return cls(*args, device=device, seed=seed, first_env=first_env, group_size=group_size, **options)
+        env = cls(*args, device=device, seed=seed, first_env=first_env, group_size=group_size, **options)
     except ModuleNotFoundError as error:
         if not slash or (error.name or "").startswith("envs"):
             raise
         raise ValueError(f"{env_id} needs the package {error.name}: {BACKENDS[backend][1]}") from error
+    if group_size > 1 and not (env.repeatable_starts and env.starts_by_index):  # an adapter that did not refuse itself
+        env.close()
+        how = "together" if env.repeatable_starts else "anew each time"
+        raise ValueError(f"{env_id}: the simulator draws its starts {how}, so the envs of a group cannot share one")
+    return env
 
 
 def draw_without_screen() -> None:

@@ -3,6 +3,7 @@
 What is not installed is skipped, with the line that installs it.
 """
 
+import importlib
 import json
 import sys
 from functools import partial
@@ -121,6 +122,15 @@ def test_the_command(tmp_path, capsys):
     assert main(Args("Tabletop", env_options=("camera=head",))) == 1
     assert main(Args("Tabeltop")) == 1
     assert "closest are Tabletop" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["repeatable_starts", "starts_by_index"])
+def test_groups_are_refused_where_starts_cannot_be_shared(name, monkeypatch):
+    module = importlib.import_module("envs.push_cube")
+    monkeypatch.setattr(module.Env, name, False)
+    envs.make("PushCube", 4)
+    with pytest.raises(ValueError, match="PushCube: the simulator draws its starts .* cannot share one"):
+        envs.make("PushCube", 4, group_size=2)
 
 
 # ---- Options
