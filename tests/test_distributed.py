@@ -210,7 +210,7 @@ def sum_over_ranks(world: int, port: int, case: str, file: Path) -> None:
     begin = time.monotonic()
     bits = {}
     if case in ("right", "fallback"):
-        bits = dict(results.get() for _ in ranks)
+        bits = dict(results.get(timeout=60) for _ in ranks)
     for rank, process in enumerate(ranks):
         if rank != 1 or bits:
             process.join()
