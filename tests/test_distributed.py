@@ -8,6 +8,7 @@ import time
 from multiprocessing import get_context
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from accelerate import Accelerator
@@ -225,9 +226,10 @@ def rank_sum(monkeypatch, tmp_path, world, case) -> dict:
     process = forkserver(monkeypatch).Process(target=sum_over_ranks, args=(world, free_port(), case, tmp_path / case))
     process.start()
     process.join(90)
-    alive = process.is_alive()
-    process.kill()
-    assert not alive, "the ranks hang"
+    if process.is_alive():
+        for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+            child.kill()
+        pytest.fail("the ranks hang")
     found = torch.load(tmp_path / case)
     assert not found["left"]
     return found
