@@ -8,6 +8,7 @@ import time
 from multiprocessing import get_context
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from accelerate import Accelerator
@@ -210,7 +211,7 @@ def sum_over_ranks(world: int, port: int, case: str, file: Path) -> None:
     begin = time.monotonic()
     bits = {}
     if case in ("right", "fallback"):
-        bits = dict(results.get() for _ in ranks)
+        bits = dict(results.get(timeout=60) for _ in ranks)
     for rank, process in enumerate(ranks):
         if rank != 1 or bits:
             process.join()
@@ -225,9 +226,10 @@ def rank_sum(monkeypatch, tmp_path, world, case) -> dict:
     process = forkserver(monkeypatch).Process(target=sum_over_ranks, args=(world, free_port(), case, tmp_path / case))
     process.start()
     process.join(90)
-    alive = process.is_alive()
-    process.kill()
-    assert not alive, "the ranks hang"
+    if process.is_alive():
+        for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+            child.kill()
+        pytest.fail("the ranks hang")
     found = torch.load(tmp_path / case)
     assert not found["left"]
     return found

@@ -266,6 +266,24 @@ def test_every_iteration_starts_in_new_states(tmp_path, made, env_id):  # noqa: 
     assert len(firsts.unique(dim=0)) == len(firsts)
 
 
+def test_several_episodes_per_env_use_no_start_twice(tmp_path, made):  # noqa: F811
+    """Those that an iteration goes through are over before the next one begins."""
+    used = []
+    real = made.real
+
+    def make(*args, **kwargs):
+        env = real(*args, **kwargs)
+        if kwargs["seed"] == 1:
+            reset = env.reset
+            env.reset = lambda episode=0: (used.extend(range(episode, episode + 3)), reset(episode))[1]
+        return env
+
+    made.patch(make)
+    options = {"env_options": ("max_episode_steps=5",), "episodes_per_env": 3}
+    grpo_ddp.main(small(tmp_path, **options, total_timesteps=8 * 5 * 3 * 3))
+    assert len(used) >= 9 and len(set(used)) == len(used)
+
+
 def test_masked_steps_contribute_nothing(tmp_path, made):  # noqa: F811
     """Garbage in the observations and rewards of ended episodes changes no bit of weights, statistics or metrics."""
     results = []
