@@ -281,7 +281,7 @@ def table(results: dict) -> None:
         print(
             "\n| workload | one process | two | two independent | two / one | limit / one |\n|---|---|---|---|---|---|"
         )
-        for name in ("pushcube", "pushcube_large", "grpo"):
+        for name in ("pushcube", "pushcube --compile", "pushcube_large", "grpo", "grpo --compile"):
             row = results["two_processes"][name]
             cells = [cell(row[key], ",.0f") for key in ("one", "two", "independent")]
             cells += [cell(row[f"{key} / one"], ".2f") for key in ("two", "independent")]
