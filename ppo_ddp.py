@@ -108,7 +108,7 @@ class Args:
     check_interval: int = 10  # iterations between checks that ranks have equal weights (0: off)
     timeout: float = 600.0  # seconds that a process waits for the others before it gives up
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"  # autocast; fp16 needs a GPU
-    compile: bool = False  # torch.compile networks, loss and embedded envs (up to half a minute to warm up)
+    compile: bool = False  # torch.compile networks, loss and embedded envs (some seconds to warm up)
     torch_threads: int = 0  # CPU threads of each process (0: one for small networks, all cores for large ones)
 
 
