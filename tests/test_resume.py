@@ -149,6 +149,7 @@ def test_another_number_of_processes_goes_on(tmp_path, before, after):
     options = ["--lr-schedule", "constant", "--save-interval", 1, "--keep-checkpoints", 100]
     train(tmp_path, before, "run", 2, *options)
     old = newest(tmp_path / "run")
+    time.sleep(1.1)  # TensorBoard reads its files in the order of the seconds in their names
     total = ["--total-timesteps", 1280]
     text = train(tmp_path, after, "run", 0, *options, *total, "--resume", tmp_path / "run")
     assert f"{before} processes became {after}: the run goes on, but not bit for bit" in text
