@@ -106,6 +106,11 @@ SIMULATORS = {
         learn={
             "halfcheetah_envpool": (f"python ppo_ddp.py --env-id envpool/{CHEETAH}", "charts/episodic_return"),
             "halfcheetah_gym": (f"python ppo_ddp.py --env-id gym/{CHEETAH}", "charts/episodic_return"),
+            "halfcheetah_envpool_seed2": (
+                f"python ppo_ddp.py --seed 2 --env-id envpool/{CHEETAH}",
+                "charts/episodic_return",
+            ),
+            "halfcheetah_gym_seed2": (f"python ppo_ddp.py --seed 2 --env-id gym/{CHEETAH}", "charts/episodic_return"),
         },
     ),
     "maniskill": Simulator(
@@ -125,13 +130,21 @@ SIMULATORS = {
     ),
     "mjlab": Simulator(
         install=["torch==2.13.0", f"mjlab==1.6.0 torch==2.13.0 {SCRIPTS}"],
-        check=["mjlab/Mjlab-Cartpole-Balance", "mjlab/Mjlab-Lift-Cube-Yam"],
+        check=[
+            "mjlab/Mjlab-Cartpole-Balance",
+            "mjlab/Mjlab-Lift-Cube-Yam",
+            "mjlab/Mjlab-Velocity-Flat-Unitree-Go1 --num-envs 4",
+        ],
+        resume="--env-id mjlab/Mjlab-Cartpole-Balance --num-envs 32 --num-steps 32 --total-timesteps 8192 "
+        "--save-interval 2000 --eval-episodes 2",
         learn={"mjlab_cartpole": (f"python ppo_ddp.py {MJLAB}", "eval/episodic_return")},
     ),
     "isaaclab": Simulator(
         python="python3.12",
         install=["isaaclab==3.0.0", SCRIPTS],
         check=[f"isaaclab/Isaac-Cartpole-Direct --env-options {ISAAC_CART}"],
+        resume="--env-id isaaclab/Isaac-Cartpole-Direct --num-envs 32 --num-steps 32 --total-timesteps 8192 "
+        f"--save-interval 2000 --eval-episodes 2 --env-options {ISAAC_CART}",
         learn={
             "isaaclab_cartpole": (f"python ppo_ddp.py {ISAACLAB}", "eval/episodic_length"),
             "isaaclab_cartpole_2ranks": (
