@@ -10,7 +10,6 @@ processes there are. Envs are stepped in a thread pool where a short trial finds
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from threading import Lock
 
 import gymnasium as gym
 import numpy as np
@@ -31,15 +30,15 @@ class SingleEnvs(VecEnv):
         self._seed = seed
         self._group = [(first_env + i) // group_size for i in range(num_envs)]
         self._episode = [0] * num_envs
-        self._steps = [0] * num_envs
-        self._return = [0.0] * num_envs
+        self._steps = np.zeros(num_envs, np.int64)
+        self._return = np.zeros(num_envs)
         self._success = np.full(num_envs, np.nan, np.float32)
         self._ended: list[int] = []
         self._flags = np.zeros((2, num_envs), bool)  # terminated, truncated
         self._numbers = np.zeros((1, num_envs), np.float32)  # reward, then the metrics
         self._metrics: list[str] | None = None  # known after the first step
         self._pool = None
-        self._lock = Lock()
+        self._batch = torch.Size([num_envs])
 
     def describe(self, observation: dict[str, gym.Space], action: gym.Space, max_episode_steps: int) -> None:
         """What the rows look like; keys that begin with `rgb` are pictures."""
@@ -67,7 +66,8 @@ class SingleEnvs(VecEnv):
     def advance(self, i: int, action: np.ndarray) -> tuple[dict[str, np.ndarray], float, bool, bool, dict]:
         """Step simulator `i` -> observation, reward, terminated, truncated, info; the clock is kept for it.
 
-        Of `info`, `success` (or `is_success`) and what `metric_names` names are read. The action is in its space.
+        Of `info`, `success` (or `is_success`) and what `metric_names` names are read. The action is in its space. What
+        is returned is read after all rows were stepped, so no two rows may share an array.
         """
         raise NotImplementedError
 
@@ -87,38 +87,47 @@ class SingleEnvs(VecEnv):
         self._return[i] = 0.0
         self._unseen[i] = True
 
-    def _advance(self, rows: list[int], action: np.ndarray) -> None:
-        buffers, steps, returns, limit = self._obs, self._steps, self._return, self.max_episode_steps
-        for i in rows:
-            obs, reward, terminated, truncated, info = self.advance(i, action[i])
-            for name in obs:
-                buffers[name][i] = obs[name]
-            returns[i] += reward
-            steps[i] += 1
-            if terminated or truncated or steps[i] >= limit:
-                self._ended.append(i)
-                self._flags[0 if terminated else 1, i] = True
-                self._success[i] = info.get("success", info.get("is_success", np.nan))
-            if self._metrics is None:
-                self._find_metrics(info)
-            self._numbers[0, i] = reward
-            for row, name in enumerate(self._metrics, 1):
-                self._numbers[row, i] = info.get(name, 0.0)
+    def _advance(self, rows: list[int], action: np.ndarray) -> list[tuple]:
+        advance = self.advance
+        return [advance(i, action[i]) for i in rows]
 
-    def _find_metrics(self, info: dict) -> None:
-        with self._lock:  # the first step may be one of several threads
-            if self._metrics is None:
-                names = self.metric_names(info)
-                self._numbers = np.zeros((1 + len(names), self.num_envs), np.float32)
-                self._metrics = names
-
-    def _run(self, rows: list[int], action: np.ndarray) -> None:
-        self._ended.clear()
+    def _run(self, rows: list[int], action: np.ndarray) -> list[tuple]:
+        """Step the simulators of `rows` -> what `advance` returned, row by row."""
         if self._pool is None:
             return self._advance(rows, action)
-        parts = [rows[k :: self._pool._max_workers] for k in range(self._pool._max_workers)]
-        list(self._pool.map(self._advance, parts, [action] * len(parts)))
-        self._ended.sort()
+        count = self._pool._max_workers
+        results = [()] * len(rows)
+        parts = self._pool.map(self._advance, [rows[k::count] for k in range(count)], [action] * count)
+        for k, part in enumerate(parts):
+            results[k::count] = part
+        return results
+
+    def _record(self, rows: list[int], results: list[tuple]) -> None:
+        """Write down what a step returned: for all rows at once, which is cheaper than row by row."""
+        observed, rewards, terminated, truncated, infos = zip(*results)
+        where = slice(None) if len(rows) == self.num_envs else rows
+        for name in observed[0]:
+            if name not in self._pictures:
+                self._obs[name][where] = [obs[name] for obs in observed]
+                continue
+            for i, obs in zip(rows, observed):  # large: not collected first
+                self._obs[name][i] = obs[name]
+        if self._metrics is None:
+            self._metrics = self.metric_names(infos[0])
+            self._numbers = np.zeros((1 + len(self._metrics), self.num_envs), np.float32)
+        self._numbers[0, where] = rewards
+        for row, name in enumerate(self._metrics, 1):
+            self._numbers[row, where] = [info.get(name, 0.0) for info in infos]
+        self._return[where] += rewards
+        self._steps[where] += 1
+        late = self._steps >= self.max_episode_steps
+        if not (any(terminated) or any(truncated) or np.count_nonzero(late)):
+            return
+        for i, failed, cut, info in zip(rows, terminated, truncated, infos):
+            if failed or cut or late[i]:
+                self._ended.append(i)
+                self._flags[0 if failed else 1, i] = True
+                self._success[i] = info.get("success", info.get("is_success", np.nan))
 
     def _choose_pool(self) -> None:
         """Try a few steps with and without threads; only the speed depends on the outcome."""
@@ -152,7 +161,7 @@ class SingleEnvs(VecEnv):
 
     def _observation(self, look: bool = True) -> TensorDict:
         parts = {k: self._tensor(x) for k, x in self._obs.items() if look or k not in self._pictures}
-        return TensorDict(parts, batch_size=[self.num_envs], device=self.device)
+        return TensorDict(parts, batch_size=self._batch)
 
     def _tensor(self, x: np.ndarray) -> torch.Tensor:
         x = torch.from_numpy(x.copy())  # the buffers are used again
@@ -178,7 +187,10 @@ class SingleEnvs(VecEnv):
             rows = np.flatnonzero(active.cpu().numpy()).tolist()
             self._numbers.fill(0.0)
         self._flags.fill(False)
-        self._run(rows, action)
+        self._ended.clear()
+        results = self._run(rows, action)
+        if results:
+            self._record(rows, results)
         look_at_final = look
         if self._draws:
             self._unseen[rows] = True
@@ -200,19 +212,19 @@ class SingleEnvs(VecEnv):
         return obs, reward, terminated, truncated, info
 
     def _episode_statistics(self) -> dict[str, torch.Tensor]:
-        numbers = {"return": np.array(self._return, np.float32), "length": np.array(self._steps)}
-        return {k: self._tensor(v) for k, v in (numbers | {"success": self._success}).items()}
+        numbers = {"return": self._return.astype(np.float32), "length": self._steps, "success": self._success}
+        return {k: self._tensor(v) for k, v in numbers.items()}
 
     def clock_state(self) -> dict:
         """What this class adds to the state of the simulators, for `state_dict` of a subclass that can tell it."""
         state = {f"obs.{k}": x for k, x in self._obs.items() if k not in self._pictures}
-        state |= {"episode": self._episode, "steps": self._steps, "return": np.array(self._return)}
+        state |= {"episode": self._episode, "steps": self._steps, "return": self._return}
         return {k: torch.tensor(v) for k, v in state.items()}
 
     def load_clock_state(self, state: dict) -> None:
         self._episode = state["episode"].tolist()
-        self._steps = state["steps"].tolist()
-        self._return = state["return"].tolist()
+        self._steps[:] = state["steps"].numpy()
+        self._return[:] = state["return"].numpy()
         for name in self._obs:
             if f"obs.{name}" in state:
                 self._obs[name][:] = state[f"obs.{name}"].numpy()
