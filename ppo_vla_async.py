@@ -784,8 +784,9 @@ def estimate(agent: Agent, rollout: "Rollout", size: int, args: Args) -> TensorD
         data["advantage"] = advantages
         data["return"] = advantages
         batch = data.reshape(-1)[valid.view(-1).nonzero().squeeze(1)]
-        scored = [agent(part["obs"], part["tokens"])[1] for part in batch.split(size)]
-        batch["prox_logprob"] = torch.cat(scored) if scored else batch["logprob"]
+        batch["prox_logprob"] = batch["logprob"].clone()
+        for part in batch.split(size) if len(batch) else []:
+            part["prox_logprob"].copy_(agent(part["obs"], part["tokens"])[1])
         return batch
 
     batch = data.reshape(-1)
@@ -1183,6 +1184,12 @@ def due(interval: int, before: int, after: int) -> bool:
     return interval > 0 and after // interval > before // interval
 
 
+def split_sizes(counts: torch.Tensor, parts: int) -> list[list[int]]:
+    """How many of its samples each rank puts into each minibatch: [parts][W]."""
+    edges = counts * torch.arange(parts + 1)[:, None] // parts
+    return edges.diff(dim=0).tolist()
+
+
 def sum_and_square(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([x.double().sum(), x.double().square().sum()])
 
@@ -1190,12 +1197,6 @@ def sum_and_square(x: torch.Tensor) -> torch.Tensor:
 def mean_and_var(sums: torch.Tensor, count: int) -> tuple[float, float]:
     mean, square = (sums / count).tolist()
     return mean, max(square - mean**2, 0.0)
-
-
-def split_sizes(counts: torch.Tensor, parts: int) -> list[list[int]]:
-    """How many of its samples each rank puts into each minibatch: [parts][W]."""
-    edges = counts * torch.arange(parts + 1)[:, None] // parts
-    return edges.diff(dim=0).tolist()
 
 
 def checksum(tensors: list[torch.Tensor], size: int = 2**22) -> torch.Tensor:
@@ -1765,7 +1766,11 @@ def main(args: Args) -> None:
             # ---- Exchange what all ranks must know of each other
             mine = {"samples": len(batch), "steps": rollout.data["steps"].sum(), "episodes": rollout.episodes}
             mine |= {"advantages": sum_and_square(batch["advantage"]), "returns": sum_and_square(batch["return"])}
+            mine["chunks"] = rollout.data["active"].sum()
+            mine["unknown"] = args.reward == "success" and rollout.data["reward"].isnan().any()
             ranks = exchange(accelerator, mine | {"stop": bool(run.signals)})
+            if ranks["unknown"].any():
+                fail(f"{args.env_id} does not always say what success is: leave --reward as it is")
             run.check_finite(~ranks["advantages"].isfinite().all(1), progress.iteration)
             sums = {name: x.sum(0) for name, x in ranks.items()}
             samples = int(sums["samples"])
@@ -1799,9 +1804,9 @@ def main(args: Args) -> None:
                 for mb, on_ranks in zip(shuffled.split([share[rank] for share in shares]), shares):
                     if sum(on_ranks) == 0:  # all ranks know it, and skip it together
                         continue
-                    weight = world / sum(on_ranks)
-                    if not len(mb):  # the others wait for this rank's gradients: those of a sample that does not count
-                        mb, weight = spare, 0.0
+                    counts = float(len(mb) > 0)
+                    if not counts:  # the others wait for gradients of this rank: those of a sample that counts nothing
+                        mb = spare
                     parts = mb.split(math.ceil(len(mb) / args.gradient_accumulation))
                     for part in parts:
                         # Gradients are exchanged once per minibatch, with its last part.
@@ -1815,8 +1820,8 @@ def main(args: Args) -> None:
                             )  # fmt: skip
                             # CRUCIAL: DDP's mean over ranks is then the mean over the samples of all of them, also
                             # when they hold different numbers.
-                            accelerator.backward(loss * weight)
-                        epoch_losses += part_losses * (weight > 0)
+                            accelerator.backward(counts * loss / (sum(on_ranks) / world))
+                        epoch_losses += counts * part_losses
                     if progress.iteration <= args.value_warmup and not grouped:
                         for p in policy:  # not trained yet, and nothing for Adam to remember
                             p.grad = None
@@ -1858,9 +1863,10 @@ def main(args: Args) -> None:
             log = {name: x.mean().item() for name, x in ranks.items()} | sizes
             log |= {"charts/staleness_max": most_stale, "charts/policy_version": progress.iteration}
             log["charts/minibatch_size"] = samples / args.num_minibatches
-            log["losses/explained_variance"] = 1.0 - var / max(return_var, 1e-12)
             if grouped:
-                log["charts/valid_fraction"] = samples / steps
+                log["charts/valid_fraction"] = samples / int(sums["chunks"])
+            else:
+                log["losses/explained_variance"] = 1.0 - var / max(return_var, 1e-12)
             log |= progress.count_episodes(sums["episodes"].tolist())
             log |= run.speed(steps, time.perf_counter() - iteration_start)
 
