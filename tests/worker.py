@@ -35,7 +35,9 @@ def run(name: str, case: str, output: str, changes: dict) -> None:
     record, agents = {"updates": 0, "batches": [], "gradients": []}, []
     init, forward, make = script.Agent.__init__, script.Agent.forward, script.envs.make
     loss_name = next(k for k in ("ppo_loss", "grpo_loss", "vla_loss") if hasattr(script, k))
-    loss_fn, step, save = getattr(script, loss_name), torch.optim.Adam.step, torch.save
+    # The class that the script makes: torch wraps the step of that one, and would keep another job's.
+    optimizer = torch.optim.AdamW if name == "ppo_vla_async" else torch.optim.Adam
+    loss_fn, step, save = getattr(script, loss_name), optimizer.step, torch.save
 
     def recording_init(self, *a, **k):
         init(self, *a, **k)
@@ -124,7 +126,7 @@ def run(name: str, case: str, output: str, changes: dict) -> None:
         patch(script.Agent, "__init__", recording_init)
         patch(script.Agent, "forward", recording_forward)
         patch(script, loss_name, recording_loss)
-        patch(torch.optim.Adam, "step", recording_step)
+        patch(optimizer, "step", recording_step)
         patch(script.envs, "make", recording_make)
         if case in ("gradient", "shared") and hasattr(script, "check_batch"):
             patch(script, "check_batch", lambda args: None)  # sizes that no user may ask for
