@@ -92,6 +92,8 @@ class Args:
     env_id: str = "Tabletop"  # embedded env (PushCube, CartPole, Tabletop) or a simulator's, such as gym/<id>
     env_options: tuple[str, ...] = ()  # options of the env, as name=value: docs/envs.md
     num_envs: int = 64  # parallel envs of each process
+    group_size: int = 8  # envs that start alike: their episodes are compared with one another
+    reward: Literal["env", "success"] = "env"  # success: 1 at the end of a success, else 0
 
     # Model
     model_path: str = "tiny"  # hub id or folder of an image-text-to-text model; tiny: a small one
@@ -109,7 +111,8 @@ class Args:
 
     # Algorithm
     total_timesteps: int = 80_000  # env steps over all processes
-    num_chunks: int = 4  # action chunks of each env in one rollout
+    advantage: Literal["gae", "group"] = "gae"  # group: whole episodes against those of --group-size, no critic
+    num_chunks: int = 4  # action chunks of each env in one rollout (group: one episode instead)
     max_staleness: int = 1  # updates that a rollout's policy may lag behind (0: synchronous)
     behaviour_weight_cap: float = 5.0  # cap on the importance weight of stale data
     learning_rate: float = 2e-4  # initial learning rate of Adam
@@ -128,6 +131,7 @@ class Args:
     max_grad_norm: float = 1.0  # gradients are scaled down to this norm
     target_kl: float = 0.0  # no further epoch once the KL exceeds this (0: off)
     norm_adv: bool = True  # normalise advantages over all processes
+    scale: bool = False  # divide by the group's deviation, as GRPO does; without, it is Dr. GRPO
 
     # Performance
     cpu: bool = False  # use the CPU although there is a GPU
@@ -182,7 +186,11 @@ def check_env(args: Args, env: envs.VecEnv) -> None:
     if args.lora_rank is not None and args.lora_rank < 1:
         fail(f"--lora-rank must be 1 or more, not {args.lora_rank}: leave it out to train all weights")
     samples = args.num_envs * args.num_chunks
-    if samples % (args.num_minibatches * args.gradient_accumulation):
+    grouped = args.advantage == "group"
+    if grouped and (args.group_size < 2 or args.num_envs % args.group_size):
+        sizes = f"--num-envs {args.num_envs} and --group-size {args.group_size}"
+        fail(f"{sizes}: the envs of a process must divide into groups of two or more")
+    if not grouped and samples % (args.num_minibatches * args.gradient_accumulation):
         parts = f"--num-minibatches {args.num_minibatches} x --gradient-accumulation {args.gradient_accumulation}"
         fail(f"--num-envs x --num-chunks = {samples} samples do not divide into {parts}")
     if not {"rgb", "instruction"} <= set(env.single_observation_space.keys()):
@@ -705,6 +713,36 @@ def compute_gae(rewards, values, next_value, terminated, truncated, final_values
     return advantages
 
 
+def group_advantages(rewards, active, group_size: int, gamma: float, step_wise: bool, scale: bool):
+    """-> advantages and where they are valid, both [T, N], and the return of each episode [N].
+
+    Every env of [T, N] holds one episode, `active` until it ends; `group_size` neighbours started
+    in the same state. An advantage is how far a return lies above the mean of its group, with
+    `scale` in deviations of the group. `step_wise` compares the returns from each step on of those
+    still running; otherwise it is the whole returns, for all steps alike.
+    """
+    if rewards.dim() != 2 or rewards.shape != active.shape:
+        raise ValueError(f"group_advantages needs [T, N] tensors of one shape, not {tuple(rewards.shape)}")
+    returns = torch.empty_like(rewards)
+    following = torch.zeros_like(rewards[0])
+    for t in reversed(range(rewards.shape[0])):
+        following = torch.where(active[t], rewards[t] + gamma * following, 0.0)
+        returns[t] = following
+    compared = len(returns) if step_wise else 1
+    scores = returns[:compared].unflatten(1, (-1, group_size))
+    members = active[:compared].unflatten(1, (-1, group_size))
+    count = members.sum(-1, keepdim=True).clamp(min=1)
+    mean = (scores * members).sum(-1, keepdim=True) / count
+    offset = (scores - mean) * members
+    deviation = (offset.square().sum(-1, keepdim=True) / count).sqrt()
+    # CRUCIAL: where all did equally well there is nothing to learn. Divided by a deviation that is but rounding error,
+    # the differences would look as large as real ones.
+    signal = deviation > 1e-5 * (scores * members).abs().amax(-1, keepdim=True)
+    advantages = torch.where(signal, offset / deviation if scale else offset, 0.0).flatten(1)
+    valid = signal.expand_as(offset).flatten(1) & active
+    return advantages * valid, valid, returns[0]
+
+
 def vla_loss(
     newlogprob, entropy, newvalue, prox_logprob, logprob, advantage, returns,
     clip_coef, clip_coef_high, cap, ent_coef, vf_coef,
@@ -733,40 +771,54 @@ LOSSES = [f"losses/{name}" for name in LOSSES.split()]
 
 
 @torch.no_grad()
-def estimate(agent: Agent, rollout: "Rollout", size: int, gamma: float, gae_lambda: float):
-    """-> advantages and returns [T, N] by the proximal policy: the newest weights, not those that acted.
+def estimate(agent: Agent, rollout: "Rollout", size: int, args: Args) -> TensorDict:
+    """-> the samples to learn from, [n], with `advantage`, `return` and `prox_logprob`.
 
-    Its log-probabilities are added to the data. `size` samples go through the model at a time.
+    All is by the proximal policy: the newest weights, not those that acted. `size` samples go through
+    the model at a time. Of groups, only the steps of episodes that can be told apart are samples.
     """
     agent.eval()
     data = rollout.data
+    if args.advantage == "group":
+        advantages, valid, _ = group_advantages(data["reward"], data["active"], args.group_size, 1.0, False, args.scale)
+        data["advantage"] = advantages
+        data["return"] = advantages
+        batch = data.reshape(-1)[valid.view(-1).nonzero().squeeze(1)]
+        batch["prox_logprob"] = batch["logprob"].clone()
+        for part in batch.split(size) if len(batch) else []:
+            part["prox_logprob"].copy_(agent(part["obs"], part["tokens"])[1])
+        return batch
+
     batch = data.reshape(-1)
     scored = [agent(part["obs"], part["tokens"]) for part in batch.split(size)]
     values = torch.cat([value for _, _, _, value in scored])
-    logprob = torch.cat([logprob for _, logprob, _, _ in scored])
+    data["prox_logprob"] = torch.cat([logprob for _, logprob, _, _ in scored]).view_as(data["logprob"])
 
     def predict(seen: TensorDict) -> torch.Tensor:  # values do not depend on the tokens that are scored along
         return torch.cat([agent(part, batch["tokens"][: len(part)])[3] for part in seen.split(size)])
 
     final_values = values * batch["truncated"]  # if the simulator gives no final observations
-    if rollout.final_seen is not None:
+    if args.reward == "success":
+        # CRUCIAL: an episode that the clock ends is a failure. Valued as if it went on, all would succeed some day.
+        final_values = torch.zeros_like(values)
+    elif rollout.final_seen is not None:
         final_values[rollout.final_rows] = predict(rollout.final_seen)
     values = values.view_as(data["reward"])
-    data["prox_logprob"] = logprob.view_as(values)
     # CRUCIAL: k steps lie between a chunk and what follows it, fewer where the episode ended inside.
-    discount = gamma ** data["steps"]
-    advantages = compute_gae(
+    discount = args.gamma ** data["steps"]
+    data["advantage"] = compute_gae(
         data["reward"], values, predict(rollout.next_seen), data["terminated"], data["truncated"],
-        final_values.view_as(values), discount, gae_lambda,
+        final_values.view_as(values), discount, args.gae_lambda,
     )  # fmt: skip
-    return advantages, advantages + values
+    data["return"] = data["advantage"] + values
+    return data.reshape(-1)
 
 
 @dataclass
 class Rollout:
     """What the collector hands over to the learner."""
 
-    data: TensorDict  # [T, N] chunks: obs, tokens, logprob, reward, steps, terminated, truncated
+    data: TensorDict  # [T, N] chunks: obs, tokens, logprob, active, reward, steps, terminated, truncated
     next_seen: TensorDict  # [N] the observations after the last chunk, as the policy sees them
     final_seen: TensorDict | None  # the last ones of episodes that the time limit ended, if any
     final_rows: torch.Tensor  # the rows of the flat data that they belong to
@@ -784,11 +836,13 @@ class Rollout:
 
 
 def collect(
-    agent: Agent, env: envs.VecEnv, obs: TensorDict, num_chunks: int, gamma: float, generator, stopped
-) -> Rollout | None:
+    agent: Agent, env: envs.VecEnv, obs: TensorDict, num_chunks: int, gamma: float, generator, stopped,
+    only_success: bool = False, one_episode: bool = False,
+) -> Rollout | None:  # fmt: skip
     """A rollout of [T, N] chunks that starts at `obs`, or None once `stopped()` says so.
 
-    Chunks are executed open loop: a row whose episode ends inside one is not `active` for the rest.
+    Chunks are executed open loop: a row whose episode ends inside one is not `active` for the rest,
+    with `one_episode` for the rest of the rollout. `only_success`: the reward is that of --reward success.
     Host syncs: one per rollout, for the final observations; with longer chunks one per env step.
     """
     N = env.num_envs
@@ -797,11 +851,12 @@ def collect(
     episodes = torch.zeros(4, dtype=torch.float64, device=env.device)
     metrics = {}
     seen = agent.see(obs)
+    running = torch.ones(N, dtype=torch.bool, device=env.device)
     for _ in range(num_chunks):
         tokens, logprob, _, _ = agent(seen, generator=generator)
         reward = torch.zeros(N, device=env.device)
         steps = torch.zeros_like(reward)
-        active = torch.ones_like(reward, dtype=torch.bool)
+        active = running
         terminated = torch.zeros_like(active)
         truncated = torch.zeros_like(active)
         final = obs
@@ -811,6 +866,8 @@ def collect(
             obs, step_reward, ended, cut, info = env.step(action, active)
             ended = ended & active
             cut = cut & active
+            if only_success:
+                step_reward = torch.where(ended | cut, info["episode"]["success"], 0.0)
             # CRUCIAL: rewards of the executed steps alone, each discounted from the chunk's first one.
             reward = reward + gamma**steps * step_reward * active
             steps = steps + active
@@ -824,14 +881,19 @@ def collect(
             if agent.chunk > 1 and not active.any():
                 break
         final_obs.append(final)
-        row = {"obs": seen, "tokens": tokens, "logprob": logprob, "reward": reward, "steps": steps}
+        row = {"obs": seen, "tokens": tokens, "logprob": logprob, "active": running, "reward": reward, "steps": steps}
         rows.append(TensorDict(row | {"terminated": terminated, "truncated": truncated}, [N]))
         seen = agent.see(obs)
+        if one_episode:
+            running = active
+            # On a GPU a look costs a host sync, and steps in which nobody moves cost less.
+            if env.device.type == "cpu" and not running.any():
+                break
 
     data = torch.stack(rows)
     final_rows = data["truncated"].view(-1).nonzero().squeeze(1)
     final_seen = None
-    if final is not None and len(final_rows):
+    if final is not None and len(final_rows) and not (one_episode or only_success):
         final_seen = agent.see(torch.cat(final_obs)[final_rows])
     return Rollout(data, seen, final_seen, final_rows, obs, episodes, metrics)
 
@@ -954,11 +1016,20 @@ class Collector:
             torch._foreach_copy_(self.weights, self.snapshot)
             self.loaded = self.stream.record_event() if self.stream else None
             version = self.version
+            number = self.started
             self.started += 1
         start = time.perf_counter()
+        args = self.args
+        num_chunks = args.num_chunks
+        gamma = args.gamma
+        if args.advantage == "group":
+            # CRUCIAL: the number of the rollout makes the starts: new ones each time, and the same after a resume.
+            self.obs = self.env.reset(episode=number)
+            num_chunks = math.ceil(self.env.max_episode_steps / args.action_chunk)
+            gamma = 1.0
         rollout = collect(
-            self.agent, self.env, self.obs, self.args.num_chunks, self.args.gamma, self.generator,
-            lambda: self.stopping,
+            self.agent, self.env, self.obs, num_chunks, gamma, self.generator, lambda: self.stopping,
+            args.reward == "success", args.advantage == "group",
         )  # fmt: skip
         if rollout is None:
             return False
@@ -1111,6 +1182,12 @@ def show(scores: dict[str, float]) -> str:
 def due(interval: int, before: int, after: int) -> bool:
     """Whether a multiple of the interval was passed, exactly met or not."""
     return interval > 0 and after // interval > before // interval
+
+
+def split_sizes(counts: torch.Tensor, parts: int) -> list[list[int]]:
+    """How many of its samples each rank puts into each minibatch: [parts][W]."""
+    edges = counts * torch.arange(parts + 1)[:, None] // parts
+    return edges.diff(dim=0).tolist()
 
 
 def sum_and_square(x: torch.Tensor) -> torch.Tensor:
@@ -1571,12 +1648,16 @@ def main(args: Args) -> None:
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
     accelerator = launch(args, ddp)
+    rank = accelerator.process_index
     world = accelerator.num_processes
     device = accelerator.device
-    env, eval_env = make_envs(args, accelerator)
+    env, eval_env = make_envs(args, accelerator, group_size=args.group_size if args.advantage == "group" else 1)
     check_env(args, env)
     agent = open_model(args, accelerator, env)
-    size = args.num_envs * args.num_chunks // args.num_minibatches  # of a minibatch, on each rank
+    num_chunks = args.num_chunks
+    if args.advantage == "group":
+        num_chunks = math.ceil(env.max_episode_steps / args.action_chunk)
+    size = math.ceil(args.num_envs * num_chunks / args.num_minibatches)  # of a minibatch at most, on each rank
     tune_cpu(args.torch_threads, size * sum(p.numel() for p in agent.parameters()))
     if args.evaluate:
         checkpoint = load_best(args.checkpoint, accelerator)
@@ -1653,7 +1734,8 @@ def main(args: Args) -> None:
         accelerator.print(f"cloned: {show(scores)}")
         run.log(scores, progress)
 
-    samples = world * args.num_envs * args.num_chunks
+    grouped = args.advantage == "group"
+    vf_coef = 0.0 if grouped else args.vf_coef
     skipped_in_a_row = torch.zeros((), device=device)
     most_stale = 0
     log = {}
@@ -1679,18 +1761,23 @@ def main(args: Args) -> None:
             # ---- Rollout: the thread's next one, judged by the weights that this update starts from
             rollout = collector.next_rollout()
             learner_wait = time.perf_counter() - iteration_start
-            advantages, returns = estimate(agent, rollout, size, args.gamma, args.gae_lambda)
+            batch = estimate(agent, rollout, size, args)
 
             # ---- Exchange what all ranks must know of each other
-            mine = {"advantages": sum_and_square(advantages), "returns": sum_and_square(returns)}
-            mine |= {"steps": rollout.data["steps"].sum(), "episodes": rollout.episodes}
+            mine = {"samples": len(batch), "steps": rollout.data["steps"].sum(), "episodes": rollout.episodes}
+            mine |= {"advantages": sum_and_square(batch["advantage"]), "returns": sum_and_square(batch["return"])}
+            mine["chunks"] = rollout.data["active"].sum()
+            mine["unknown"] = args.reward == "success" and rollout.data["reward"].isnan().any()
             ranks = exchange(accelerator, mine | {"stop": bool(run.signals)})
+            if ranks["unknown"].any():
+                fail(f"{args.env_id} does not always say what success is: leave --reward as it is")
             run.check_finite(~ranks["advantages"].isfinite().all(1), progress.iteration)
             sums = {name: x.sum(0) for name, x in ranks.items()}
+            samples = int(sums["samples"])
             steps = int(sums["steps"])
             progress.global_step += steps
-            mean, var = mean_and_var(sums["advantages"], samples)
-            return_var = mean_and_var(sums["returns"], samples)[1]
+            mean, var = mean_and_var(sums["advantages"], max(samples, 1))
+            return_var = mean_and_var(sums["returns"], max(samples, 1))[1]
             finished = progress.global_step >= args.total_timesteps
             stopping = bool(sums["stop"])
             evaluating = due(args.eval_interval, paused_step, progress.global_step)
@@ -1700,11 +1787,12 @@ def main(args: Args) -> None:
 
             # ---- Update
             agent.train(args.gradient_checkpointing)
-            if args.norm_adv:
-                advantages = (advantages - mean) / (math.sqrt(var) + 1e-8)
-            rollout.data["advantage"] = advantages
-            rollout.data["return"] = returns
-            batch = rollout.data.reshape(-1)
+            if args.norm_adv and not grouped:
+                batch["advantage"] = (batch["advantage"] - mean) / (math.sqrt(var) + 1e-8)
+            spare = rollout.data.reshape(-1)[:1]
+            for name in ("advantage", "return", "prox_logprob"):
+                spare[name] = torch.zeros_like(spare["logprob"])
+            shares = split_sizes(ranks["samples"][:, 0].long(), args.num_minibatches)
             losses = torch.zeros(len(LOSSES), dtype=torch.float64, device=device)
             grad_norms = torch.zeros((), device=device)
             skipped = torch.zeros((), device=device)
@@ -1713,8 +1801,13 @@ def main(args: Args) -> None:
                 epochs += 1
                 epoch_losses = torch.zeros_like(losses)
                 shuffled = batch[torch.randperm(len(batch), device=device)]
-                for mb in shuffled.split(size):
-                    parts = mb.split(size // args.gradient_accumulation)
+                for mb, on_ranks in zip(shuffled.split([share[rank] for share in shares]), shares):
+                    if sum(on_ranks) == 0:  # all ranks know it, and skip it together
+                        continue
+                    counts = float(len(mb) > 0)
+                    if not counts:  # the others wait for gradients of this rank: those of a sample that counts nothing
+                        mb = spare
+                    parts = mb.split(math.ceil(len(mb) / args.gradient_accumulation))
                     for part in parts:
                         # Gradients are exchanged once per minibatch, with its last part.
                         with nullcontext() if part is parts[-1] else accelerator.no_sync(model):
@@ -1723,12 +1816,13 @@ def main(args: Args) -> None:
                                 newlogprob, entropy, newvalue,
                                 part["prox_logprob"], part["logprob"], part["advantage"], part["return"],
                                 args.clip_coef, args.clip_coef_high, args.behaviour_weight_cap,
-                                args.ent_coef, args.vf_coef,
+                                args.ent_coef, vf_coef,
                             )  # fmt: skip
-                            # All ranks hold as many samples: the mean over ranks is that of all.
-                            accelerator.backward(loss / size)
-                        epoch_losses += part_losses
-                    if progress.iteration <= args.value_warmup:
+                            # CRUCIAL: DDP's mean over ranks is then the mean over the samples of all of them, also
+                            # when they hold different numbers.
+                            accelerator.backward(counts * loss / (sum(on_ranks) / world))
+                        epoch_losses += counts * part_losses
+                    if progress.iteration <= args.value_warmup and not grouped:
                         for p in policy:  # not trained yet, and nothing for Adam to remember
                             p.grad = None
                     norm = accelerator.clip_grad_norm_(parameters, args.max_grad_norm)
@@ -1744,12 +1838,12 @@ def main(args: Args) -> None:
                 if args.target_kl:
                     # CRUCIAL: the KL of all ranks, so that all of them stop together.
                     kl = accelerator.reduce(epoch_losses, "sum")[LOSSES.index("losses/approx_kl")]
-                    if kl.item() / samples > args.target_kl:
+                    if kl.item() / max(samples, 1) > args.target_kl:
                         break
             progress.steps_trained += steps * epochs
 
             # ---- Metrics, means over ranks
-            metrics = dict(zip(LOSSES, losses * world / (samples * epochs)))
+            metrics = dict(zip(LOSSES, losses * world / max(samples * epochs, 1)))
             metrics["losses/grad_norm"] = grad_norms / (epochs * args.num_minibatches)
             metrics["losses/skipped_updates"] = skipped
             metrics["charts/staleness"] = progress.iteration - 1 - rollout.version
@@ -1769,7 +1863,10 @@ def main(args: Args) -> None:
             log = {name: x.mean().item() for name, x in ranks.items()} | sizes
             log |= {"charts/staleness_max": most_stale, "charts/policy_version": progress.iteration}
             log["charts/minibatch_size"] = samples / args.num_minibatches
-            log["losses/explained_variance"] = 1.0 - var / max(return_var, 1e-12)
+            if grouped:
+                log["charts/valid_fraction"] = samples / int(sums["chunks"])
+            else:
+                log["losses/explained_variance"] = 1.0 - var / max(return_var, 1e-12)
             log |= progress.count_episodes(sums["episodes"].tolist())
             log |= run.speed(steps, time.perf_counter() - iteration_start)
 

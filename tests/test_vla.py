@@ -676,6 +676,119 @@ def test_the_run_discounts_by_the_steps_of_each_chunk(tmp_path, monkeypatch):
     assert sum(checked) > 4 and any((r.data["steps"] < 3).any() for r in collected)
 
 
+# ---- Success alone
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_success_alone_pays_one_at_the_end_of_a_success(chunk):
+    """Env 0 and 2 of three end in success, env 1 by the clock; what the env itself pays does not count."""
+    env = Line()
+    data = collect(Toy(chunk), env, env.reset(), 8 // chunk, 1.0, None, lambda: False, only_success=True).data
+    assert data["reward"].sum() > 2 and torch.equal(data["reward"], data["terminated"].float())
+    assert data["truncated"][:, 1].any()
+
+
+@pytest.mark.smoke
+def test_whole_episodes_end_and_stay_ended():
+    env = Line()
+    rollout = collect(Toy(1), env, env.reset(), 8, 1.0, None, lambda: False, one_episode=True)
+    assert rollout.data["active"].sum(0).tolist() == [3, 4, 5] and len(rollout.data) == 5
+    assert torch.equal(rollout.data["steps"], rollout.data["active"].float())
+    assert rollout.data["reward"].sum(0).tolist() == [6, 10, 15] and rollout.episodes[0] == 3
+
+
+class Judge(Toy):
+    """Values everything at a half."""
+
+    def forward(self, obs, tokens=None, deterministic=False, generator=None):
+        tokens, logprob, entropy, value = super().forward(obs, tokens, deterministic, generator)
+        return tokens, logprob - 2.0, entropy, torch.full_like(value, 0.5)
+
+
+def rollout_of(lengths: list[int], success: list[bool]) -> vla.Rollout:
+    """One episode in each env: 1 at the end of a success."""
+    T, N = max(lengths), len(lengths)
+    step, last = torch.arange(T)[:, None], torch.tensor(lengths) - 1
+    won = torch.tensor(success)
+    x = torch.arange(T * N).view(T, N, 1).float()
+    data = {"obs": {"x": x, "instruction": x[..., 0].long()}, "tokens": torch.zeros(T, N, 1, dtype=torch.int64)}
+    data |= {"logprob": torch.zeros(T, N), "active": step <= last, "steps": (step <= last).float()}
+    data |= {"reward": ((step == last) & won).float()}
+    data |= {"terminated": (step == last) & won, "truncated": (step == last) & ~won}
+    data = TensorDict(data, [T, N])
+    return vla.Rollout(data, data["obs"][-1], None, torch.zeros(0), None, torch.zeros(4), {})
+
+
+@pytest.mark.smoke
+def test_groups_by_hand():
+    """Success minus the mean of the group at every step; without groups where all do the same, and idle rows."""
+    rollout = rollout_of([2, 3, 1, 3, 3, 3, 1, 2], [True, False] + 2 * [True] + 2 * [False] + [True, True])
+    batch = vla.estimate(Judge(1), rollout, 4, Args(advantage="group", group_size=2, reward="success"))
+    assert batch["obs"]["x"][:, 0].tolist() == [0, 1, 8, 9, 17]  # steps of envs 0 and 1, rows of eight
+    assert batch["advantage"].tolist() == [0.5, -0.5, 0.5, -0.5, -0.5]
+    assert batch["prox_logprob"].tolist() == [-2.0] * 5 and batch["logprob"].tolist() == [0.0] * 5
+    four = vla.estimate(Judge(1), rollout, 4, Args(advantage="group", group_size=4, reward="success"))
+    assert sorted(set(four["advantage"].tolist())) == [-0.75, -0.5, 0.25, 0.5] and len(four) == 9 + 9
+    silent = rollout_of([1, 2, 2, 2], [True, True, False, False])
+    assert len(vla.estimate(Judge(1), silent, 4, Args(advantage="group", group_size=2, reward="success"))) == 0
+
+
+@pytest.mark.smoke
+def test_with_success_alone_the_clock_is_a_failure():
+    for reward, after in (("success", 0.0), ("env", 0.5)):
+        rollout = rollout_of([2], [False])
+        batch = vla.estimate(Judge(1), rollout, 4, Args(reward=reward, gamma=1.0, gae_lambda=0.0))
+        assert batch["advantage"].tolist() == [0.0, after - 0.5]
+
+
+GROUPS = {"advantage": "group", "group_size": 4, "num_envs": 8, "bc_updates": 0, "max_grad_norm": 1e9}
+
+
+@pytest.mark.parametrize("mute", [[0, 4], [0, 8], [8, 8]])
+def test_gradient_of_groups_is_that_of_the_joined_batch(tmp_path, mute):
+    """With unequal numbers of samples, with none on one rank, and with none at all: then no step is made."""
+    settings = GROUPS | {"num_minibatches": 1, "update_epochs": 2, "total_timesteps": 1, "max_staleness": 0}
+    settings |= {"learning_rate": 1e-3}
+    changes = SMALL | settings | {"mute": mute}
+    workers[2].run(name="ppo_vla_async", case="gradient", output=str(tmp_path), changes=changes)
+    ranks = [torch.load(tmp_path / f"record_{rank}.pt", weights_only=False) for rank in range(2)]
+    if mute == [8, 8]:
+        assert [rank["updates"] for rank in ranks] == [0, 0]
+        return
+    assert [rank["updates"] for rank in ranks] == [2, 2]
+    agent = Agent(envs.make("Tabletop", 2), str(tmp_path / "tiny_1"), Args()).eval()
+    names = ranks[0]["weights"][0].keys()
+    for update in (0, 1):
+        agent.load_state_dict({name: ranks[0]["weights"][update][name] for name in names})
+        agent.zero_grad()
+        loss, counts = 0.0, []
+        for rank, muted in zip(ranks, mute):
+            batch = [b for b in rank["batches"] if "inputs" in b][update]
+            if muted < 8:
+                _, logprob, entropy, value = agent(batch["seen"], batch["action"])
+                loss = loss + vla_loss(logprob, entropy, value, *batch["inputs"][3:])[0]
+            counts.append(len(batch["action"]) if muted < 8 else 0)
+        assert counts[0] > 1.3 * counts[1]
+        (loss / sum(counts)).backward()
+        expected = [p.grad for p in agent.parameters() if p.grad is not None]
+        assert sum(g.abs().sum() for g in expected) > 1e-3
+        for rank in ranks:
+            assert len(rank["gradients"][update]) == len(expected)
+            for gradient, g in zip(rank["gradients"][update], expected):
+                torch.testing.assert_close(gradient, g, atol=1e-5, rtol=1e-4)
+
+
+def test_groups_resume_exactly_without_staleness(tmp_path):
+    settings = GROUPS | {"max_staleness": 0, "save_interval": 1, "keep_checkpoints": 100, "total_timesteps": 500}
+    vla.main(small(tmp_path, run_name="whole", **settings))
+    steps = sorted(int(p.name.split("_")[1]) for p in (tmp_path / "whole" / "checkpoints").glob("step_*"))
+    assert len(steps) > 3
+    cut_back(tmp_path / "whole", "parts", steps[1])
+    vla.main(small(tmp_path, run_name="parts", resume="auto", **settings))
+    assert_same(checkpoint(newest(tmp_path / "whole")), checkpoint(newest(tmp_path / "parts")))
+
+
 # ---- Loss
 
 

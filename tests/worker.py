@@ -34,8 +34,10 @@ def run(name: str, case: str, output: str, changes: dict) -> None:
     args = script.Args(**({"output_dir": output, "run_name": "run", "eval_episodes": 4, "timeout": 60.0} | changes))
     record, agents = {"updates": 0, "batches": [], "gradients": []}, []
     init, forward, make = script.Agent.__init__, script.Agent.forward, script.envs.make
-    loss_name = next(k for k in ("ppo_loss", "grpo_loss") if hasattr(script, k))
-    loss_fn, step, save = getattr(script, loss_name), torch.optim.Adam.step, torch.save
+    loss_name = next(k for k in ("ppo_loss", "grpo_loss", "vla_loss") if hasattr(script, k))
+    # The class that the script makes: torch wraps the step of that one, and would keep another job's.
+    optimizer = torch.optim.AdamW if name == "ppo_vla_async" else torch.optim.Adam
+    loss_fn, step, save = getattr(script, loss_name), optimizer.step, torch.save
 
     def recording_init(self, *a, **k):
         init(self, *a, **k)
@@ -44,10 +46,10 @@ def run(name: str, case: str, output: str, changes: dict) -> None:
         agents.append(self)
         record["initial"] = {k: v.clone() for k, v in self.state_dict().items()}
 
-    def recording_forward(self, seen, action=None, deterministic=False):
+    def recording_forward(self, seen, action=None, *rest, **named):
         if torch.is_grad_enabled() and action is not None and case == "gradient":
             record["batches"].append({"seen": seen.clone(), "action": action.clone()})
-        return forward(self, seen, action, deterministic)
+        return forward(self, seen, action, *rest, **named)
 
     def recording_loss(*inputs):
         loss, logged = loss_fn(*inputs)
@@ -63,7 +65,7 @@ def run(name: str, case: str, output: str, changes: dict) -> None:
     def recording_step(self, *a, **k):
         record["updates"] += 1
         if case == "gradient":
-            record["gradients"].append([p.grad.clone() for p in agents[0].parameters()])
+            record["gradients"].append([p.grad.clone() for p in agents[0].parameters() if p.requires_grad])
             record.setdefault("weights", []).append({k: v.clone() for k, v in agents[0].state_dict().items()})
         if case == "corrupt" and rank == 1 and record["updates"] == 5:
             next(agents[0].parameters()).data.view(-1)[0] += 1e-7
@@ -124,7 +126,7 @@ def run(name: str, case: str, output: str, changes: dict) -> None:
         patch(script.Agent, "__init__", recording_init)
         patch(script.Agent, "forward", recording_forward)
         patch(script, loss_name, recording_loss)
-        patch(torch.optim.Adam, "step", recording_step)
+        patch(optimizer, "step", recording_step)
         patch(script.envs, "make", recording_make)
         if case in ("gradient", "shared") and hasattr(script, "check_batch"):
             patch(script, "check_batch", lambda args: None)  # sizes that no user may ask for
