@@ -56,8 +56,18 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, Qwen2_5_VLProcessor
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PI0Config,
+    PI0ForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+)
 from transformers import logging as transformers_logging
+from transformers.models.gemma.modeling_gemma import GemmaDecoderLayer
+from transformers.utils import cached_file
 
 import envs
 
@@ -68,6 +78,7 @@ VERSIONS = {name: version(name) for name in PACKAGES}
 MAX_SKIPPED = 8  # updates in a row with NaN gradients before the run gives up
 M_TRIM_THRESHOLD = -1  # of glibc's malloc.h
 M_MMAP_THRESHOLD = -3
+NOISE_DRAWS = 8  # in cloning a flow policy: draws of noise and time for each look at a picture
 HALF = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # what autocast casts to
 
 
@@ -96,11 +107,19 @@ class Args:
     reward: Literal["env", "success"] = "env"  # success: 1 at the end of a success, else 0
 
     # Model
-    model_path: str = "tiny"  # hub id or folder of an image-text-to-text model; tiny: a small one
-    action_bins: int = 256  # values of each action dimension, one token each
-    action_chunk: int = 1  # actions predicted per forward, executed without another look
+    model_path: str = "tiny"  # hub id or folder of a model that speaks actions, or PI0; tiny, tiny-pi0: small ones
+    cameras: tuple[str, ...] = ()  # pictures that the policy takes, such as rgb rgb_wrist (default: all it can)
+    statistics: str = ""  # file with the statistics of state and action (default: in the model's folder)
+    unnorm_key: str = ""  # data set in that file, if it has several
+    action_chunk: int | None = None  # actions predicted per forward (default: as the model does, 1 for a new one)
+    execute: int | None = None  # the first of them, executed without another look (default: all)
+    action_bins: int | None = None  # token policies: values of each action dimension (default: 256)
+    denoise_steps: int | None = None  # flow policies: steps from noise to action (default: as the model says)
+    noise_std: float = 0.35  # flow policies: deviation of the noise in each of them, in normalised actions
+    learn_noise: bool = False  # flow policies: train that deviation
     lora_rank: int | None = None  # train adapters of this rank (peft) only; default: all weights
     freeze_vision: bool = False  # do not train the vision encoder
+    train_expert_only: bool = False  # flow policies: train the action expert, not the vision-language model
     gradient_checkpointing: bool = False  # less memory, a third more time
 
     # Cloning
@@ -144,8 +163,8 @@ class Args:
 
 POSITIVE = """
     num_envs total_timesteps num_chunks learning_rate value_learning_rate num_minibatches update_epochs
-    gradient_accumulation behaviour_weight_cap clip_coef clip_coef_high max_grad_norm action_bins
-    action_chunk bc_episodes bc_batch bc_learning_rate keep_checkpoints timeout
+    gradient_accumulation behaviour_weight_cap clip_coef clip_coef_high max_grad_norm noise_std
+    bc_episodes bc_batch bc_learning_rate keep_checkpoints timeout
 """.split()
 NATURAL = """
     eval_interval eval_episodes save_interval check_interval ent_coef vf_coef target_kl bc_updates
@@ -183,8 +202,10 @@ def check_args(args: Args) -> None:
 
 def check_env(args: Args, env: envs.VecEnv) -> None:
     """Stop where a policy that predicts actions as tokens from pictures cannot work."""
-    if args.lora_rank is not None and args.lora_rank < 1:
-        fail(f"--lora-rank must be 1 or more, not {args.lora_rank}: leave it out to train all weights")
+    for name in ("action_chunk", "execute", "action_bins", "denoise_steps", "lora_rank"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            fail(f"{option(name)} must be 1 or more, not {value}: leave it out for the default")
     samples = args.num_envs * args.num_chunks
     grouped = args.advantage == "group"
     if grouped and (args.group_size < 2 or args.num_envs % args.group_size):
@@ -200,9 +221,6 @@ def check_env(args: Args, env: envs.VecEnv) -> None:
         fail(f"{args.env_id} has the actions {space}: give an env with Box actions in one dimension")
     if not np.isfinite([space.low, space.high]).all():
         fail(f"{args.env_id} has actions without bounds: give an env whose Box actions have bounds")
-    if args.action_chunk > env.max_episode_steps:
-        limit = f"an episode of {args.env_id} has {env.max_episode_steps} steps"
-        fail(f"--action-chunk {args.action_chunk} is longer than an episode: {limit}")
     if args.bc_updates and not hasattr(env, "expert_action"):
         fail(f"{args.env_id} has no expert to clone: set --bc-updates 0 and start from a tuned model")
 
@@ -302,28 +320,78 @@ def layer_init(layer: nn.Linear, std: float = math.sqrt(2)) -> nn.Linear:
     return layer
 
 
-def make_tiny(folder: Path, seed: int) -> None:
+def make_tiny(folder: Path, seed: int, kind: str = "tiny", chunk: int = 1) -> None:
     """Write a small vision-language model with random weights, as `from_pretrained` reads it."""
-    source = Path(__file__).parent / "models" / "tiny"
-    config = AutoConfig.from_pretrained(source)
+    models = Path(__file__).parent / "models"
+    config = AutoConfig.from_pretrained(models / kind)
+    if kind == "tiny-pi0":
+        config.chunk_size = chunk
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config)
     # What a pretrained model would know: places in a picture differ, and numbers have an order.
-    width = config.text_config.hidden_size
-    place = torch.linspace(-1.0, 1.0, 256)[:, None]
-    waves = torch.cos(place * torch.randn(width) * 4.0 + torch.rand(width) * 2 * math.pi)
-    first_special = config.text_config.bos_token_id
-    numbers = slice(first_special - 256, first_special)
     with torch.no_grad():
-        model.model.vision_model.embeddings.position_embedding.weight.mul_(5.0)
-        model.get_input_embeddings().weight[numbers] = 0.05 * waves
-        model.get_output_embeddings().weight[numbers] = 0.1 * waves
+        if kind == "tiny-pi0":
+            model.model.vlm.vision_tower.embeddings.position_embedding.weight.mul_(5.0)
+        else:
+            width = config.text_config.hidden_size
+            place = torch.linspace(-1.0, 1.0, 256)[:, None]
+            waves = torch.cos(place * torch.randn(width) * 4.0 + torch.rand(width) * 2 * math.pi)
+            first_special = config.text_config.bos_token_id
+            numbers = slice(first_special - 256, first_special)
+            model.model.vision_model.embeddings.position_embedding.weight.mul_(5.0)
+            model.get_input_embeddings().weight[numbers] = 0.05 * waves
+            model.get_output_embeddings().weight[numbers] = 0.1 * waves
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as hidden:
         part = Path(hidden) / "model"
-        shutil.copytree(source, part)
+        shutil.copytree(models / "tiny", part)  # its tokenizer serves both
         model.save_pretrained(part)
         part.rename(folder)
+
+
+def find_file(path: str, name: str) -> Path | None:
+    """A file of a model's folder, or of its repository on the hub, if there is one."""
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    found = cached_file(path, name, **quiet)
+    return Path(found) if found else None
+
+
+def read_json(path: str, name: str) -> dict:
+    file = find_file(path, name)
+    return json.loads(file.read_text()) if file else {}
+
+
+def read_config(path: str):
+    """The model's configuration; lerobot's of PI0 names sizes of its own and no class."""
+    own = read_json(path, "config.json")
+    if "model_type" in own or "type" not in own:
+        return AutoConfig.from_pretrained(path)
+    if own["type"] != "pi0":
+        raise ValueError(f"it is lerobot's {own['type']}: of lerobot's policies only pi0 is supported")
+    sizes = {}
+    for part, name, usual in (("vlm", "paligemma_variant", "gemma_2b"), ("dit", "action_expert_variant", "gemma_300m")):
+        variant = own.get(name, usual)
+        if variant not in GEMMA_SIZES:
+            raise ValueError(f"it has the {name} {variant!r}, which is not one of {', '.join(GEMMA_SIZES)}")
+        sizes[part] = GEMMA_SIZES[variant]
+    config = PI0Config(dit_config={"model_type": "gemma"} | sizes["dit"])
+    for name, value in sizes["vlm"].items():
+        setattr(config.vlm_config.text_config, name, value)
+    config.vlm_config.projection_dim = sizes["vlm"]["hidden_size"]
+    config.vlm_config.vision_config.projection_dim = sizes["vlm"]["hidden_size"]
+    config.vlm_config.vision_config.image_size = own.get("image_resolution", [224])[0]
+    config.num_inference_steps = own.get("num_inference_steps", own.get("num_steps", config.num_inference_steps))
+    for name in ("chunk_size", "max_state_dim", "max_action_dim", "min_period", "max_period"):
+        setattr(config, name, own.get(name, getattr(config, name)))
+    return config
+
+
+GEMMA_SIZES = {
+    "gemma_2b": {"hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18},
+    "gemma_300m": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 18},
+}
+for sizes in GEMMA_SIZES.values():
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256}
 
 
 class PlainProcessor(Qwen2_5_VLProcessor):
@@ -344,6 +412,12 @@ def resize_weights(old: int, new: int, resample: int) -> torch.Tensor:
     identity = Image.fromarray(np.eye(old, dtype=np.float32))
     weights = np.array(identity.resize((old, new), resample), dtype=np.float64)
     return torch.from_numpy(np.round(weights * 2**22) / 2**22)
+
+
+def resize(x: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """[..., H, W] -> [..., h, w] as PIL does it: one side after the other, each rounded to whole grey levels."""
+    x = (x @ columns + 0.5).floor().clamp(0, 255)
+    return (rows @ x + 0.5).floor().clamp(0, 255)
 
 
 class Pictures(nn.Module):
@@ -399,9 +473,7 @@ class Pictures(nn.Module):
         # CRUCIAL: float64, which autocast leaves alone; bf16 would round the pictures without notice.
         x = rgb.permute(0, 3, 1, 2).double()
         if self.resized:
-            # As PIL does it: one side after the other, each rounded to whole grey levels.
-            x = (x @ self.columns + 0.5).floor().clamp(0, 255)
-            x = (self.rows @ x + 0.5).floor().clamp(0, 255)
+            x = resize(x, self.rows, self.columns)
         x = ((x * self.scale).float() - self.mean) / self.std
         if self.in_patches:
             # To N, row, column, row and column in the block that is merged, 3, frames, size, size.
@@ -418,17 +490,250 @@ class Pictures(nn.Module):
         return self._call(rgb)["pixel_values"].view(len(rgb), *self.shape).to(rgb.device)
 
 
-class Agent(nn.Module):
+class PaddedPictures(nn.Module):
+    """Pictures for PI0: as large as fits into a square, black around it, from -1 to 1."""
+
+    def __init__(self, height: int, width: int, size: int):
+        super().__init__()
+        scale = size / max(height, width)
+        new_height = round(height * scale)
+        new_width = round(width * scale)
+        self.register_buffer("rows", resize_weights(height, new_height, Image.Resampling.BILINEAR), persistent=False)
+        columns = resize_weights(width, new_width, Image.Resampling.BILINEAR).T
+        self.register_buffer("columns", columns, persistent=False)
+        top = (size - new_height) // 2
+        left = (size - new_width) // 2
+        self.margins = (left, size - new_width - left, top, size - new_height - top)
+
+    def forward(self, rgb: torch.Tensor) -> torch.Tensor:
+        """uint8 [N, H, W, 3] -> [N, 3, size, size]"""
+        x = rgb.permute(0, 3, 1, 2).double()  # which autocast leaves alone
+        x = resize(x, self.rows, self.columns).float() / 127.5 - 1.0
+        return nn.functional.pad(x, self.margins, value=-1.0)
+
+
+class Statistics(nn.Module):
+    """How state and action are scaled for the model: what it sees is (x - shift) / scale."""
+
+    def __init__(self, widths: dict[str, int]):
+        super().__init__()
+        self.names = set(widths)
+        self.known = False
+        for name, width in widths.items():
+            self.register_buffer(f"{name}_shift", torch.zeros(width))
+            self.register_buffer(f"{name}_scale", torch.ones(width))
+
+    def set(self, name: str, shift, scale) -> None:
+        mine = getattr(self, f"{name}_shift")
+        shift = torch.as_tensor(shift, dtype=torch.float32).reshape(-1)
+        scale = torch.as_tensor(scale, dtype=torch.float32).reshape(-1)
+        if shift.shape != mine.shape or scale.shape != mine.shape:
+            raise ValueError(f"its statistics are of {len(shift)} numbers of {name}, but the env has {len(mine)}")
+        if not (shift.isfinite().all() and scale.isfinite().all() and (scale >= 0).all()):
+            raise ValueError(f"its statistics of {name} are not finite, or of a negative width")
+        mine.copy_(shift)
+        getattr(self, f"{name}_scale").copy_(torch.where(scale < 1e-6, 1.0, scale))  # what never varies
+        self.known = True
+
+    def normalise(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return (x - getattr(self, f"{name}_shift")) / getattr(self, f"{name}_scale")
+
+    def restore(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return getattr(self, f"{name}_shift") + x * getattr(self, f"{name}_scale")
+
+    def read(self, path: str, file: str, key: str) -> None:
+        """From a file, or whichever the model's folder has; unknown if it has none."""
+        found = read_statistics(path, file, key)
+        for name in self.names & set(found):
+            self.set(name, *found[name])
+        if found:
+            self.known = self.names <= set(found)
+
+    def fit(self, name: str, x: torch.Tensor) -> None:
+        self.set(name, x.mean(0), x.std(0))
+
+    def save(self, folder: Path) -> None:
+        """As openpi lays them out."""
+        found = {}
+        for name in self.names:
+            numbers = {"mean": getattr(self, f"{name}_shift").tolist()}
+            numbers["std"] = getattr(self, f"{name}_scale").tolist()
+            found["actions" if name == "action" else name] = numbers
+        write(folder / "norm_stats.json", json.dumps({"norm_stats": found}))
+
+
+def read_statistics(path: str, file: str, key: str) -> dict[str, tuple]:
+    """-> state and action, each as (shift, scale); empty if there are none.
+
+    Read are norm_stats.json (openpi, tandem), policy_preprocessor.json with its safetensors, stats.json of a data set
+    (lerobot), dataset_statistics.json (OpenVLA) and the processor of transformers' PI0.
+    """
+    modes = {"STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
+    modes |= read_json(path, "config.json").get("normalization_mapping", {})
+    if file:
+        tables = json.loads(Path(file).read_text())
+    else:
+        tables = read_json(path, "norm_stats.json") or read_json(path, "dataset_statistics.json")
+        tables = tables or read_json(path, "meta/stats.json") or read_json(path, "stats.json")
+    for step in read_json(path, "policy_preprocessor.json").get("steps", []):
+        if not tables and step.get("registry_name") == "normalizer_processor" and "state_file" in step:
+            modes |= step.get("config", {}).get("norm_map", {})
+            for name, x in load_file(find_file(path, step["state_file"])).items():
+                feature, _, number = name.rpartition(".")
+                tables.setdefault(feature, {})[number] = x.tolist()
+    own = read_json(path, "processor_config.json")
+    if not tables and own.get("state_mean"):
+        tables["state"] = {"mean": own["state_mean"], "std": own["state_std"]}
+        tables["action"] = {"mean": own["actions_mean"], "std": own["actions_std"]}
+    tables = tables.get("norm_stats", tables)
+    names = {"state": ("observation.state", "state", "proprio"), "action": ("action", "actions")}
+    if tables and not any(name in tables for name in names["action"]):  # OpenVLA's: one table per data set
+        if not key and len(tables) > 1:
+            raise ValueError(
+                f"it has the statistics of several data sets: set --unnorm-key to one of {', '.join(tables)}"
+            )
+        key = key or next(iter(tables))
+        if key not in tables:
+            raise ValueError(f"it has no statistics of {key}: set --unnorm-key to one of {', '.join(tables)}")
+        tables = tables[key]
+        modes = {"STATE": "QUANTILES", "ACTION": "QUANTILES"}
+    found = {}
+    for name, theirs in names.items():
+        numbers = next((tables[x] for x in theirs if x in tables), None)
+        if numbers is not None:
+            found[name] = shift_and_scale(numbers, modes[name.upper()])
+    if tables and "action" not in found:
+        raise ValueError("its statistics are not of state and action")
+    return found
+
+
+def shift_and_scale(numbers: dict, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    ends = {"MEAN_STD": ("mean", "std"), "QUANTILES": ("q01", "q99"), "MIN_MAX": ("min", "max")}
+    if mode not in ends or not set(ends[mode]) <= set(numbers):
+        raise ValueError(f"its statistics have {', '.join(numbers)}, which is not what {mode} needs")
+    first, second = (torch.tensor(numbers[name], dtype=torch.float64) for name in ends[mode])
+    mask = torch.tensor(numbers.get("mask", [True] * len(first)))  # False: left as it is, such as a gripper
+    shift = first if mode == "MEAN_STD" else (first + second) / 2
+    scale = second if mode == "MEAN_STD" else (second - first) / 2
+    return torch.where(mask, shift, 0.0), torch.where(mask, scale, 1.0)
+
+
+def choose_chunk(args: Args, own: int | None) -> tuple[int, int]:
+    """-> actions predicted per forward, and how many of them are executed."""
+    chunk = own or args.action_chunk or 1
+    if args.action_chunk not in (None, chunk):
+        have = f"it predicts {chunk} actions per forward, not {args.action_chunk}"
+        raise ValueError(f"{have}: set --action-chunk {chunk}")
+    executed = args.execute or chunk
+    if executed > chunk:
+        raise ValueError(f"it predicts {chunk} actions per forward: --execute {executed} is more than that")
+    return chunk, executed
+
+
+def choose_cameras(args: Args, env: envs.VecEnv) -> list[str]:
+    """The pictures that the policy takes, in its order."""
+    there = [name for name in env.single_observation_space.keys() if name.startswith("rgb")]
+    for name in args.cameras:
+        if name not in there:
+            raise ValueError(f"{args.env_id} has no camera {name}: set --cameras to some of {' '.join(there)}")
+    return list(args.cameras) or there
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        for name in ("p", "dropout", "attention_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                # CRUCIAL: with dropout, the same action would have another probability each time.
+                setattr(module, name, 0.0)
+    return model
+
+
+def choose_trained(model: nn.Module, args: Args, frozen: str | None) -> nn.Module:
+    """Freeze the parts whose names match `frozen`, and add adapters to the others if asked for."""
+    found = [p for name, p in model.named_parameters() if frozen and re.search(frozen, name)]
+    if frozen and not found:
+        raise ValueError(f"no part of it is called {' or '.join(frozen.split('|'))}: leave out --freeze-vision")
+    if args.lora_rank:
+        settings = {"r": args.lora_rank, "lora_alpha": 2 * args.lora_rank}
+        settings |= {"target_modules": "all-linear", "exclude_modules": f".*({frozen}).*" if frozen else None}
+        return get_peft_model(model, LoraConfig(**settings))
+    for p in found:
+        p.requires_grad_(False)
+    return model
+
+
+def make_value_head(width: int, path: str) -> nn.Module:
+    first = layer_init(nn.Linear(width, 256))
+    last = layer_init(nn.Linear(256, 1), std=0.1)
+    head = nn.Sequential(first, nn.Tanh(), last)
+    file = find_file(path, "value_head.safetensors")
+    if file:
+        head.load_state_dict(load_file(file))
+    return head
+
+
+class LayerCache:
+    """The keys and values of one layer."""
+
+    def __init__(self, past: tuple[torch.Tensor, ...]):
+        self.past = past
+
+    def update(self, keys, values, layer_idx):
+        if self.past:
+            keys = torch.cat([self.past[0], keys], dim=-2)
+            values = torch.cat([self.past[1], values], dim=-2)
+        self.now = (keys, values)
+        return self.now
+
+
+class RecomputedLayer(GemmaDecoderLayer):
+    """Gradient checkpointing of a layer that writes to a cache.
+
+    transformers' own takes the cache away from the layers, but PI0's expert reads what they write there. Here
+    the layer gets a cache of its own, made anew whenever it is computed.
+    """
+
+    def forward(self, hidden_states, past_key_values=None, **settings):
+        if not (self.training and torch.is_grad_enabled()):
+            return super().forward(hidden_states, past_key_values=past_key_values, **settings)
+
+        def compute(hidden_states, *past):
+            cache = LayerCache(past)
+            out = super(RecomputedLayer, self).forward(hidden_states, past_key_values=cache, **settings)
+            return out, *cache.now
+
+        layer = past_key_values.layers[self.self_attn.layer_idx]
+        past = (layer.keys, layer.values) if layer.is_initialized else ()
+        out, keys, values = torch.utils.checkpoint.checkpoint(compute, hidden_states, *past, use_reentrant=False)
+        if not layer.is_initialized:
+            layer.lazy_initialization(keys, values)
+        layer.keys = keys
+        layer.values = values
+        return out
+
+
+def pad_to(x: torch.Tensor, width: int) -> torch.Tensor:
+    return nn.functional.pad(x, (0, width - x.shape[-1]))
+
+
+class TokenAgent(nn.Module):
     """A vision-language model that predicts actions as tokens, as OpenVLA does, and a value head.
 
-    A policy of another kind needs `see`, `forward`, `actions`, `tokens`, `check`, `cast_weights` and
-    `save`, with the same arguments and results, and the attributes `chunk` and `size`.
+    A policy of another kind needs the same five methods, `see`, `forward`, `actions`, `check` and `save`, and the
+    attributes `model`, `value_head`, `statistics`, `chunk` (actions predicted per forward) and `executed`.
     """
 
     def __init__(self, env: envs.VecEnv, path: str, args: Args):
         super().__init__()
-        self.chunk = args.action_chunk
+        if args.denoise_steps or args.learn_noise or args.train_expert_only:
+            what = "it predicts actions as tokens"
+            raise ValueError(f"{what}: leave out --denoise-steps, --learn-noise and --train-expert-only")
+        settings = read_json(path, "actions.json")  # what others call it, or an earlier run
+        self.chunk, self.executed = choose_chunk(args, settings.get("chunk"))
         self.size = env.single_action_space.shape[0]
+        self.camera = choose_cameras(args, env)[0]
+        if len(args.cameras) > 1:
+            raise ValueError("it predicts actions as tokens from one picture: give one of --cameras")
         # Frozen weights are kept as small as they are computed with; what is trained stays in fp32.
         dtype = torch.bfloat16 if args.mixed_precision == "bf16" and args.lora_rank else torch.float32
         model = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype)
@@ -442,32 +747,30 @@ class Agent(nn.Module):
             # in any case; `do_resize` would enlarge it to the size of all tiles together first.
             image_processor.do_image_splitting = False
             image_processor.do_resize = False
-        height, width, _ = env.single_observation_space["rgb"].shape
+        height, width, _ = env.single_observation_space[self.camera].shape
+        side = math.sqrt(settings.get("crop", 1.0))  # of the picture's area, its middle
+        self.top = round(height * (1.0 - side) / 2)
+        self.left = round(width * (1.0 - side) / 2)
+        height -= 2 * self.top
+        width -= 2 * self.left
         self.pictures = Pictures(image_processor, height, width)
+        self.prompt = settings.get("prompt")  # with {instruction} in it
+        self.temperature = settings.get("temperature", 1.0)
         self._read_prompts(env.instructions, Image.new("RGB", (width, height)), model)
-        self._choose_bins(env.single_action_space, path, args, model)
-        for module in model.modules():
-            for name in ("p", "dropout", "attention_dropout"):
-                if isinstance(getattr(module, name, None), float):
-                    # CRUCIAL: with dropout, the same action would have another probability each time.
-                    setattr(module, name, 0.0)
-        self.model = self._choose_trained(model, args)
+        self._choose_bins(env.single_action_space, path, args, model, settings)
+        self.model = choose_trained(without_dropout(model), args, "vision|visual" if args.freeze_vision else None)
         if args.gradient_checkpointing:
-            settings = {"use_reentrant": False}
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
-        first = layer_init(nn.Linear(model.get_input_embeddings().weight.shape[1], 256))
-        last = layer_init(nn.Linear(256, 1), std=0.1)
-        self.value_head = nn.Sequential(first, nn.Tanh(), last)
-        value_file = Path(path) / "value_head.safetensors"
-        if value_file.exists():
-            self.value_head.load_state_dict(load_file(value_file))
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.value_head = make_value_head(model.get_input_embeddings().weight.shape[1], path)
 
     def _read_prompts(self, instructions: list[str], picture: Image.Image, model: nn.Module) -> None:
         """Tokenize each instruction once, as a message with a picture, and leave room for actions."""
         texts = []
         for instruction in instructions:
             text = getattr(self.processor, "image_token", "") + instruction
-            if self.processor.chat_template:
+            if self.prompt:
+                text = getattr(self.processor, "image_token", "") + self.prompt.format(instruction=instruction)
+            elif self.processor.chat_template:
                 content = [{"type": "image"}, {"type": "text", "text": instruction}]
                 message = {"role": "user", "content": content}
                 text = self.processor.apply_chat_template([message], add_generation_prompt=True)
@@ -495,75 +798,59 @@ class Agent(nn.Module):
         for name, x in inputs.items():
             self.register_buffer(f"text_{name}", x, persistent=False)
 
-    def _choose_bins(self, space: Box, path: str, args: Args, model: nn.Module) -> None:
+    def _choose_bins(self, space: Box, path: str, args: Args, model: nn.Module, settings: dict) -> None:
         """The last tokens that nothing else uses stand for the bins, or what the folder says."""
         tokenizer = self.processor.tokenizer
         prompts = self.text_input_ids[:, : self.prompt_length]
         taken = {*tokenizer.all_special_ids, *prompts.unique().tolist()}
         rows = model.get_input_embeddings().weight.shape[0]
         free = [i for i in sorted(tokenizer.get_vocab().values()) if i not in taken and i < rows]
-        chosen = {"token_ids": free[-args.action_bins :], "chunk": args.action_chunk}
-        chosen |= {"low": space.low, "high": space.high}
-        file = Path(path) / "actions.json"
-        if file.exists():
-            chosen |= json.loads(file.read_text())
-        chunk = chosen["chunk"]
-        if chunk != args.action_chunk:
-            have = f"it predicts {chunk} actions per forward, not {args.action_chunk}"
-            raise ValueError(f"{have}: set --action-chunk {chunk}")
-        if len(chosen["token_ids"]) != args.action_bins:
-            have = f"{len(chosen['token_ids'])} action tokens that no prompt uses"
-            raise ValueError(f"{path} has {have}, not --action-bins {args.action_bins}")
-        self.register_buffer("bins", torch.as_tensor(chosen["token_ids"]))
-        self.register_buffer("low", torch.as_tensor(chosen["low"]))
-        self.register_buffer("high", torch.as_tensor(chosen["high"]))
-
-    def _choose_trained(self, model: nn.Module, args: Args) -> nn.Module:
-        """Freeze what is not trained, and add adapters if asked for."""
-        vision = [p for name, p in model.named_parameters() if re.search("vision|visual", name)]
-        if args.freeze_vision and not vision:
-            raise ValueError("no part of it is called vision or visual: leave out --freeze-vision")
-        if args.lora_rank:
-            skip = ".*(vision|visual).*" if args.freeze_vision else None
-            settings = {"r": args.lora_rank, "lora_alpha": 2 * args.lora_rank}
-            settings |= {"target_modules": "all-linear", "exclude_modules": skip}
-            return get_peft_model(model, LoraConfig(**settings))
-        if args.freeze_vision:
-            for p in vision:
-                p.requires_grad_(False)
-        return model
+        bins = args.action_bins or len(settings.get("token_ids", range(256)))
+        token_ids = settings.get("token_ids", free[-bins:])
+        if len(token_ids) != bins:
+            have = f"{len(token_ids)} action tokens that no prompt uses"
+            raise ValueError(f"{path} has {have}, not --action-bins {bins}")
+        # Where the bins lie between the lowest action, -1, and the highest, 1: evenly, if the folder does not say.
+        centres = settings.get("centres", ((torch.arange(bins) + 0.5) / bins * 2.0 - 1.0).tolist())
+        if len(centres) != bins:
+            raise ValueError(f"actions.json has {bins} token_ids, but {len(centres)} centres")
+        self.register_buffer("bins", torch.as_tensor(token_ids))
+        self.register_buffer("centres", torch.as_tensor(centres))
+        self.statistics = Statistics({"action": self.size})
+        low = torch.as_tensor(settings.get("low", space.low))
+        high = torch.as_tensor(settings.get("high", space.high))
+        self.statistics.set("action", (low + high) / 2, (high - low) / 2)
+        self.statistics.read(path, args.statistics, args.unnorm_key)
 
     @property
     def whole(self) -> nn.Module:
         """The transformers model; its layers hold the adapters, if there are any."""
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
-    def cast_weights(self) -> list[nn.Parameter]:
-        """The trained weights that autocast would cast at each use: not those of the two heads."""
-        head = self.whole.get_output_embeddings()
-        found = []
-        for module in self.model.modules():
-            if isinstance(module, (nn.Linear, _ConvNd)) and module is not head:
-                found += [p for p in module.parameters(recurse=False) if p.requires_grad]
-        return found
-
     def see(self, obs: TensorDict) -> TensorDict:
         """What `forward` needs of an observation: made once, kept with the rollout."""
-        seen = {"pixel_values": self.pictures(obs["rgb"]), "instruction": obs["instruction"]}
+        rgb = obs[self.camera]
+        rgb = rgb[:, self.top : rgb.shape[1] - self.top, self.left : rgb.shape[2] - self.left]
+        seen = {"pixel_values": self.pictures(rgb), "instruction": obs["instruction"]}
         return TensorDict(seen, obs.batch_size)
 
-    def forward(self, obs: TensorDict, tokens=None, deterministic=False, generator=None):
-        """-> tokens, log-probability, entropy, value of whole chunks. The single entry point.
+    def forward(self, obs: TensorDict, drawn=None, deterministic=False, generator=None, target=None):
+        """-> drawn, log-probability, entropy, value of whole chunks. The single entry point.
 
-        Tokens are numbers of bins, [N, chunk * size]. Given ones are scored in one pass. Else they
+        What is drawn are numbers of bins, [N, executed * size]. Given ones are scored in one pass. Else they
         are drawn one by one from the caller's own `generator`, with a cache of keys and values.
+        With the actions of a demonstration as `target` [N, chunk, size]: -> the loss of cloning, value.
         """
-        tokens, logits, hidden = self._predict(obs, tokens, deterministic, generator)
+        if target is not None:
+            drawn = self.tokens(target)
+        tokens, logits, hidden = self._predict(obs, drawn, deterministic, generator)
         logits = logits.log_softmax(-1)
         logprob = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).sum(-1)
         entropy = -(logits.exp() * logits).sum((-2, -1))
         with torch.autocast(hidden.device.type, enabled=False):
             value = self.value_head(hidden.float()).squeeze(-1)
+        if target is not None:
+            return -logprob, value
         return tokens, logprob, entropy, value
 
     def _predict(self, obs: TensorDict, tokens=None, deterministic=False, generator=None):
@@ -574,18 +861,18 @@ class Agent(nn.Module):
             text = self._text(instruction, tokens[:, :-1])
             out = self.whole.base_model(**text, **images, use_cache=False)
             hidden = out.last_hidden_state[:, -tokens.shape[1] :]
-            return tokens, self._bin_logits(hidden), hidden[:, 0]
+            return tokens, self._bin_logits(hidden) / self.temperature, hidden[:, 0]
 
         tokens = instruction.new_empty(len(instruction), 0)
         feed = self._text(instruction, tokens) | images
         cache = None
         states = []
         logits = []
-        for _ in range(self.chunk * self.size):
+        for _ in range(self.executed * self.size):
             out = self.whole.base_model(**feed, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             states.append(out.last_hidden_state[:, -1])
-            scores = self._bin_logits(states[-1])
+            scores = self._bin_logits(states[-1]) / self.temperature
             logits.append(scores)
             if not deterministic:
                 # CRUCIAL: threads share the global generator: draws from it could not be repeated.
@@ -638,7 +925,7 @@ class Agent(nn.Module):
         if not isinstance(head, nn.Linear) or self.whole.base_model is self.whole:
             raise ValueError("its output layer is not a plain linear layer on top of a backbone")
         seen = self.see(obs)
-        with torch.autocast(obs["rgb"].device.type, dtype=half, enabled=half is not None):
+        with torch.autocast(obs["instruction"].device.type, dtype=half, enabled=half is not None):
             tokens, drawn, _ = self._predict(seen, deterministic=True)
             _, scored, _ = self._predict(seen, tokens)
         # In standard deviations of the logits: the scale of the head does not matter.
@@ -650,30 +937,237 @@ class Agent(nn.Module):
 
         text = self._text(seen["instruction"], tokens[:, :-1])
         out = self.whole(**text, **self._images(seen), logits_to_keep=tokens.shape[1], use_cache=False)
-        own = out.logits[..., self.bins].float()
+        own = out.logits[..., self.bins].float() / self.temperature
         _, mine, _ = self._predict(seen, tokens)
         tolerance = 0.02 if rounded else 1e-3
         if ((own - mine).abs() > tolerance * own.abs().amax()).any():
             raise ValueError("its output layer does more to the logits than a bias and soft-capping")
 
     def actions(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[N, chunk * size] numbers of bins -> [N, chunk, size] the middles of the bins."""
-        part = (tokens.unflatten(1, (self.chunk, self.size)) + 0.5) / len(self.bins)
-        return self.low + part * (self.high - self.low)
+        """[N, executed * size] numbers of bins -> [N, executed, size] the middles of the bins."""
+        return self.statistics.restore("action", self.centres[tokens.unflatten(1, (-1, self.size))])
 
     def tokens(self, actions: torch.Tensor) -> torch.Tensor:
-        """[N, chunk, size] -> [N, chunk * size], the bins that the actions are in."""
-        part = (actions - self.low) / (self.high - self.low) * len(self.bins)
-        return part.long().clamp(0, len(self.bins) - 1).flatten(1)
+        """[N, chunk, size] -> [N, chunk * size], the bins whose middles are nearest."""
+        part = self.statistics.normalise("action", actions).flatten(1)
+        return (part.unsqueeze(-1) - self.centres).abs().argmin(-1)
 
     def save(self, folder: Path) -> None:
         """Write what `from_pretrained` (for adapters: peft) reads, and which token is which action."""
         self.model.save_pretrained(folder)
         self.processor.save_pretrained(folder)
-        actions = {"token_ids": self.bins.tolist(), "chunk": self.chunk}
-        actions |= {"low": self.low.tolist(), "high": self.high.tolist()}
+        actions = {"token_ids": self.bins.tolist(), "centres": self.centres.tolist(), "chunk": self.chunk}
+        actions |= {"temperature": self.temperature, "prompt": self.prompt}
         write(folder / "actions.json", json.dumps(actions))
+        self.statistics.save(folder)
         save_file(self.value_head.state_dict(), folder / "value_head.safetensors")
+
+
+class FlowAgent(nn.Module):
+    """PI0: an action expert turns noise into actions in a few steps, each with noise of its own; and a value head.
+
+    What is drawn is the whole chain from noise to action, so its probability is a product of Gaussians.
+    """
+
+    def __init__(self, env: envs.VecEnv, path: str, args: Args):
+        super().__init__()
+        config = read_config(path)
+        if args.action_bins:
+            raise ValueError("it is a flow policy, whose actions are no tokens: leave out --action-bins")
+        self.chunk, self.executed = choose_chunk(args, config.chunk_size)
+        self.steps = args.denoise_steps or config.num_inference_steps
+        self.size = env.single_action_space.shape[0]
+        self.cameras = choose_cameras(args, env)
+        widths = {"action": self.size}
+        if "state" in env.single_observation_space.keys():
+            widths["state"] = env.single_observation_space["state"].shape[0]
+        for name, most in (("state", config.max_state_dim), ("action", config.max_action_dim)):
+            if widths.get(name, 0) > most:
+                raise ValueError(f"it takes at most {most} numbers of {name}, but the env has {widths[name]}")
+        self.statistics = Statistics(widths)
+        self.statistics.read(path, args.statistics, args.unnorm_key)
+
+        model = PI0ForConditionalGeneration.from_pretrained(path, config=config, dtype=torch.float32)
+        frozen = r"\.vlm\." if args.train_expert_only else "vision_tower" if args.freeze_vision else None
+        self.model = choose_trained(without_dropout(model), args, frozen)
+        if args.mixed_precision == "bf16":  # what is frozen is kept as small as it is computed with
+            for p in model.parameters():
+                if not p.requires_grad:
+                    p.data = p.data.bfloat16()
+        if args.gradient_checkpointing:
+            model.model.vlm.vision_tower.gradient_checkpointing_enable({"use_reentrant": False})
+            for module in model.modules():
+                if isinstance(module, GemmaDecoderLayer):
+                    module.__class__ = RecomputedLayer
+        vision = config.vlm_config.vision_config
+        for name in self.cameras:
+            height, width, _ = env.single_observation_space[name].shape
+            self.add_module(f"pictures_{name}", PaddedPictures(height, width, vision.image_size))
+        self.tokenizer = load_tokenizer(path)
+        image_tokens = len(self.cameras) * (vision.image_size // vision.patch_size) ** 2
+        texts = [f"{self.tokenizer.bos_token}{instruction}\n" for instruction in env.instructions]
+        words = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        length = max(len(x) for x in words)
+        ids = [[config.vlm_config.image_token_id] * image_tokens + x + [0] * (length - len(x)) for x in words]
+        mask = [[1] * (image_tokens + len(x)) + [0] * (length - len(x)) for x in words]
+        self.register_buffer("text_ids", torch.tensor(ids), persistent=False)
+        self.register_buffer("text_mask", torch.tensor(mask), persistent=False)
+        log_std = torch.full((self.steps, self.size), math.log(args.noise_std))
+        saved = read_json(path, "flow.json").get("log_std", [])
+        if args.learn_noise and len(saved) == self.steps:
+            log_std = torch.tensor(saved)
+        self.log_std = nn.Parameter(log_std, requires_grad=args.learn_noise)
+        self.value_head = make_value_head(config.vlm_config.text_config.hidden_size, path)
+
+    whole = TokenAgent.whole
+
+    def see(self, obs: TensorDict) -> TensorDict:
+        """What `forward` needs of an observation. Pictures stay small until the model looks at them."""
+        names = [*self.cameras, "instruction"]
+        if "state" in self.statistics.names:
+            names.append("state")
+        return obs.select(*names)
+
+    def forward(self, obs: TensorDict, drawn=None, deterministic=False, generator=None, target=None):
+        """-> drawn, log-probability, entropy, value of whole chunks. The single entry point.
+
+        What is drawn is a chain [N, steps + 1, chunk, width]: noise first, normalised actions last, with what the
+        model has beyond the env's actions. A given one is scored, all steps in one pass.
+        With the actions of a demonstration as `target` [N, chunk, size]: -> the loss of cloning, value.
+        """
+        cache, mask, hidden = self._read_prefix(obs)
+        with torch.autocast(hidden.device.type, enabled=False):
+            value = self.value_head(hidden).squeeze(-1)
+        if target is not None:
+            return self._clone(obs, target, cache, mask), value
+        if drawn is None:
+            drawn, means = self._denoise(obs, cache, mask, deterministic, generator)
+        else:
+            noisy = drawn[:, :-1].flatten(0, 1)
+            time = self._times(drawn).repeat(len(drawn))
+            velocity = self._velocity(obs, noisy, time, cache, mask)
+            means = (noisy - velocity / self.steps).unflatten(0, (len(drawn), self.steps))
+        return drawn, *self._score(drawn, means), value
+
+    def _read_prefix(self, obs: TensorDict):
+        """Pictures and words through the vision-language model -> its keys and values, mask, mean state."""
+        pictures = [getattr(self, f"pictures_{name}")(obs[name]) for name in self.cameras]
+        pictures = torch.stack(pictures, 1)
+        there = torch.ones(pictures.shape[:2], dtype=torch.bool, device=pictures.device)
+        ids = self.text_ids[obs["instruction"]]
+        mask = self.text_mask[obs["instruction"]]
+        inner = self.whole.model
+        embeds = inner.embed_prefix(ids, pictures, there)
+        settings = {"attention_mask": mask, "position_ids": mask.cumsum(-1) - 1, "use_cache": True}
+        # Token type 0: all of the prefix sees all of it.
+        out = inner.vlm(inputs_embeds=embeds, token_type_ids=torch.zeros_like(ids), **settings)
+        # CRUCIAL: the value is of the prefix alone; it must not see the noise that it is a baseline for.
+        hidden = (out.last_hidden_state.float() * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
+        return out.past_key_values, mask, hidden
+
+    def _state(self, obs: TensorDict) -> torch.Tensor:
+        width = self.whole.config.max_state_dim
+        if "state" not in self.statistics.names:
+            return torch.zeros(len(obs), width, device=obs["instruction"].device)
+        return pad_to(self.statistics.normalise("state", obs["state"]), width)
+
+    def _times(self, like: torch.Tensor) -> torch.Tensor:
+        """When the steps start: 1 is noise, 0 the action."""
+        return 1.0 - torch.arange(self.steps, device=like.device) / self.steps
+
+    def _velocity(self, obs: TensorDict, noisy, time, cache, mask) -> torch.Tensor:
+        """Of [M, chunk, width] actions at [M] times, several of each observation if M is larger than N."""
+        repeats = len(noisy) // len(obs)
+        state = self._state(obs)
+        if repeats > 1:
+            cache.batch_repeat_interleave(repeats)
+            state = state.repeat_interleave(repeats, 0)
+            mask = mask.repeat_interleave(repeats, 0)
+        length = mask.shape[1]
+        out = self.whole(state=state, noise=noisy, timestep=time, attention_mask=mask, past_key_values=cache)
+        cache.crop(length - cache.get_seq_length())  # the prefix stays, for the next step
+        return out.logits.float()
+
+    def _denoise(self, obs, cache, mask, deterministic, generator) -> tuple[torch.Tensor, torch.Tensor]:
+        config = self.whole.config
+        like = {"device": mask.device, "generator": generator}
+        x = torch.randn(len(obs), self.chunk, config.max_action_dim, **like)
+        if deterministic:
+            x = torch.zeros_like(x)
+        chain = [x]
+        means = []
+        for step, now in enumerate(self._times(x)):
+            mean = x - self._velocity(obs, x, now.expand(len(obs)), cache, mask) / self.steps
+            means.append(mean)
+            x = mean
+            if not deterministic:
+                # CRUCIAL: threads share the global generator: draws from it could not be repeated.
+                noise = torch.randn(len(obs), self.executed, self.size, **like)
+                x = mean.clone()
+                x[:, : self.executed, : self.size] += self.log_std[step].exp() * noise
+            chain.append(x)
+        return torch.stack(chain, 1), torch.stack(means, 1)
+
+    def _score(self, drawn: torch.Tensor, means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> log-probability and entropy of the part that is executed: the env sees no other."""
+        part = (slice(None), slice(None), slice(self.executed), slice(self.size))
+        log_std = self.log_std.unsqueeze(1)  # [steps, 1, size]
+        offset = (drawn[:, 1:][part] - means[part]) * torch.exp(-log_std)
+        constant = log_std + 0.5 * math.log(2 * math.pi)
+        logprob = -(0.5 * offset.square() + constant).sum((1, 2, 3))
+        entropy = (constant + 0.5).expand(self.steps, self.executed, self.size).sum()
+        return logprob, entropy.expand(len(drawn))
+
+    def _clone(self, obs: TensorDict, target: torch.Tensor, cache, mask) -> torch.Tensor:
+        """The flow-matching loss [N], of several draws of noise and time on one look."""
+        config = self.whole.config
+        target = pad_to(self.statistics.normalise("action", target), config.max_action_dim)
+        target = target.repeat_interleave(NOISE_DRAWS, 0)
+        alpha = torch.tensor(config.time_sampling_beta_alpha)
+        beta = torch.tensor(config.time_sampling_beta_beta)
+        time = torch.distributions.Beta(alpha, beta).sample((len(target),)).to(target.device)
+        time = time * config.time_sampling_scale + config.time_sampling_offset
+        noise = torch.randn_like(target)
+        noisy = noise + (1.0 - time[:, None, None]) * (target - noise)
+        velocity = self._velocity(obs, noisy, time, cache, mask)
+        loss = (velocity - (noise - target))[..., : self.size].square().mean((1, 2))
+        return loss.unflatten(0, (-1, NOISE_DRAWS)).mean(1)
+
+    @torch.no_grad()
+    def check(self, obs: TensorDict, half: torch.dtype | None) -> None:
+        """Raise a ValueError if a chain that is drawn step by step is scored otherwise in one pass."""
+        seen = self.see(obs)
+        generator = torch.Generator(obs["instruction"].device).manual_seed(0)
+        with torch.autocast(obs["instruction"].device.type, dtype=half, enabled=half is not None):
+            drawn, logprob, _, _ = self(seen, generator=generator)
+            scored = self(seen, drawn)[1]
+        numbers = self.steps * self.executed * self.size
+        tolerance = (0.05 if half is not None else 1e-3) * math.sqrt(numbers) / self.log_std.exp().min()
+        if ((logprob - scored).abs() > tolerance).any():
+            raise ValueError("a chain drawn step by step and scored in one pass has different probabilities")
+
+    def actions(self, drawn: torch.Tensor) -> torch.Tensor:
+        """A chain -> [N, executed, size]: its end, in the env's units."""
+        return self.statistics.restore("action", drawn[:, -1, : self.executed, : self.size])
+
+    def save(self, folder: Path) -> None:
+        """Write what `from_pretrained` (for adapters: peft) reads, and the statistics of state and action."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        self.statistics.save(folder)
+        write(folder / "flow.json", json.dumps({"log_std": self.log_std.tolist()}))
+        save_file(self.value_head.state_dict(), folder / "value_head.safetensors")
+
+
+def load_tokenizer(path: str):
+    """That of the folder; lerobot's policies name one on the hub."""
+    for step in read_json(path, "policy_preprocessor.json").get("steps", []):
+        if step.get("registry_name") == "tokenizer_processor" and not find_file(path, "tokenizer_config.json"):
+            return AutoTokenizer.from_pretrained(step["config"]["tokenizer_name"])
+    return AutoTokenizer.from_pretrained(path)
+
+
+Agent = TokenAgent | FlowAgent
 
 
 def export(agent: Agent, folder: Path) -> None:
@@ -689,6 +1183,11 @@ def export(agent: Agent, folder: Path) -> None:
 
 def trainable(agent: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in agent.named_parameters() if p.requires_grad}
+
+
+def saved_tensors(agent: Agent) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of the policy: the rest is in the model's folder."""
+    return trainable(agent) | dict(agent.statistics.named_buffers(prefix="statistics"))
 
 
 def compute_gae(rewards, values, next_value, terminated, truncated, final_values, gamma, gae_lambda) -> torch.Tensor:
@@ -786,16 +1285,16 @@ def estimate(agent: Agent, rollout: "Rollout", size: int, args: Args) -> TensorD
         batch = data.reshape(-1)[valid.view(-1).nonzero().squeeze(1)]
         batch["prox_logprob"] = batch["logprob"].clone()
         for part in batch.split(size) if len(batch) else []:
-            part["prox_logprob"].copy_(agent(part["obs"], part["tokens"])[1])
+            part["prox_logprob"].copy_(agent(part["obs"], part["drawn"])[1])
         return batch
 
     batch = data.reshape(-1)
-    scored = [agent(part["obs"], part["tokens"]) for part in batch.split(size)]
+    scored = [agent(part["obs"], part["drawn"]) for part in batch.split(size)]
     values = torch.cat([value for _, _, _, value in scored])
     data["prox_logprob"] = torch.cat([logprob for _, logprob, _, _ in scored]).view_as(data["logprob"])
 
-    def predict(seen: TensorDict) -> torch.Tensor:  # values do not depend on the tokens that are scored along
-        return torch.cat([agent(part, batch["tokens"][: len(part)])[3] for part in seen.split(size)])
+    def predict(seen: TensorDict) -> torch.Tensor:  # values do not depend on what is scored along
+        return torch.cat([agent(part, batch["drawn"][: len(part)])[3] for part in seen.split(size)])
 
     final_values = values * batch["truncated"]  # if the simulator gives no final observations
     if args.reward == "success":
@@ -818,7 +1317,7 @@ def estimate(agent: Agent, rollout: "Rollout", size: int, args: Args) -> TensorD
 class Rollout:
     """What the collector hands over to the learner."""
 
-    data: TensorDict  # [T, N] chunks: obs, tokens, logprob, active, reward, steps, terminated, truncated
+    data: TensorDict  # [T, N] chunks: obs, drawn, logprob, active, reward, steps, terminated, truncated
     next_seen: TensorDict  # [N] the observations after the last chunk, as the policy sees them
     final_seen: TensorDict | None  # the last ones of episodes that the time limit ended, if any
     final_rows: torch.Tensor  # the rows of the flat data that they belong to
@@ -843,7 +1342,7 @@ def collect(
 
     Chunks are executed open loop: a row whose episode ends inside one is not `active` for the rest,
     with `one_episode` for the rest of the rollout. `only_success`: the reward is that of --reward success.
-    Host syncs: one per rollout, for the final observations; with longer chunks one per env step.
+    Host syncs: one per rollout, for the final observations.
     """
     N = env.num_envs
     rows = []
@@ -853,17 +1352,19 @@ def collect(
     seen = agent.see(obs)
     running = torch.ones(N, dtype=torch.bool, device=env.device)
     for _ in range(num_chunks):
-        tokens, logprob, _, _ = agent(seen, generator=generator)
+        drawn, logprob, _, _ = agent(seen, generator=generator)
         reward = torch.zeros(N, device=env.device)
         steps = torch.zeros_like(reward)
         active = running
         terminated = torch.zeros_like(active)
         truncated = torch.zeros_like(active)
         final = obs
-        for action in agent.actions(tokens).unbind(1):
+        actions = agent.actions(drawn).unbind(1)
+        for number, action in enumerate(actions, 1):
             if stopped():
                 return None
-            obs, step_reward, ended, cut, info = env.step(action, active)
+            # Pictures are drawn for the next look of the policy, which is after the last action.
+            obs, step_reward, ended, cut, info = env.step(action, active, look=number == len(actions))
             ended = ended & active
             cut = cut & active
             if only_success:
@@ -873,15 +1374,16 @@ def collect(
             steps = steps + active
             terminated = terminated | ended
             truncated = truncated | cut
-            final = None if info["final_obs"] is None else info["final_obs"].where(cut, final)
+            if info["final_obs"] is None:
+                final = None
+            elif set(info["final_obs"].keys()) == set(final.keys()):  # else nobody's episode was cut, nor its end drawn
+                final = info["final_obs"].where(cut, final)
             episodes += episode_sums(ended | cut, info["episode"])
             for name, x in info["metrics"].items():
                 metrics[name] = metrics.get(name, 0.0) + (x * active).sum()
             active = active & ~(ended | cut)
-            if agent.chunk > 1 and not active.any():
-                break
         final_obs.append(final)
-        row = {"obs": seen, "tokens": tokens, "logprob": logprob, "active": running, "reward": reward, "steps": steps}
+        row = {"obs": seen, "drawn": drawn, "logprob": logprob, "active": running, "reward": reward, "steps": steps}
         rows.append(TensorDict(row | {"terminated": terminated, "truncated": truncated}, [N]))
         seen = agent.see(obs)
         if one_episode:
@@ -898,6 +1400,16 @@ def collect(
     return Rollout(data, seen, final_seen, final_rows, obs, episodes, metrics)
 
 
+def cast_weights(model: nn.Module) -> list[nn.Parameter]:
+    """The trained weights that autocast would cast at each use: not those of the head, which is used in fp32."""
+    head = model.get_output_embeddings()
+    found = []
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, _ConvNd)) and module is not head:
+            found += [p for p in module.parameters(recurse=False) if p.requires_grad]
+    return found
+
+
 def share_frozen(agent: Agent, half: torch.dtype | None = None) -> Agent:
     """A copy with its own trained weights. CRUCIAL: a rollout would see the learner's half updated.
 
@@ -906,7 +1418,7 @@ def share_frozen(agent: Agent, half: torch.dtype | None = None) -> Agent:
     """
     kept = {id(x): x for x in (*agent.parameters(), *agent.buffers()) if not x.requires_grad}
     if half is not None:
-        for p in agent.cast_weights():
+        for p in cast_weights(agent.whole):
             kept[id(p)] = nn.Parameter(p.detach().to(half))
     return copy.deepcopy(agent, kept)
 
@@ -1025,7 +1537,7 @@ class Collector:
         if args.advantage == "group":
             # CRUCIAL: the number of the rollout makes the starts: new ones each time, and the same after a resume.
             self.obs = self.env.reset(episode=number)
-            num_chunks = math.ceil(self.env.max_episode_steps / args.action_chunk)
+            num_chunks = math.ceil(self.env.max_episode_steps / self.agent.executed)
             gamma = 1.0
         rollout = collect(
             self.agent, self.env, self.obs, num_chunks, gamma, self.generator, lambda: self.stopping,
@@ -1073,17 +1585,17 @@ def evaluate_policy(
     while active.any():
         shown = obs[active]
         shown["instruction"] = (shown["instruction"] + shift) % len(env.instructions)
-        tokens = [agent(agent.see(part), deterministic=True)[0] for part in shown.split(batch)]
-        actions = torch.zeros(env.num_envs, agent.chunk, agent.size, device=env.device)
-        actions[active] = agent.actions(torch.cat(tokens))
-        for action in actions.unbind(1):
+        drawn = [agent(agent.see(part), deterministic=True)[0] for part in shown.split(batch)]
+        actions = torch.zeros(env.num_envs, agent.executed, agent.size, device=env.device)
+        actions[active] = agent.actions(torch.cat(drawn))
+        for number, action in enumerate(actions.unbind(1), 1):
             if env.render_rows and video:
                 frame = label(env, obs)
                 if frames:  # an episode that has ended stays as it was
                     ended = ~active[: len(frame)].cpu()
                     frame[ended] = frames[-1][ended]
                 frames.append(frame)
-            obs, _, terminated, truncated, info = env.step(action, active)
+            obs, _, terminated, truncated, info = env.step(action, active, look=number == agent.executed)
             ended = (terminated | truncated) & active
             sums += episode_sums(ended, info["episode"])
             active = active & ~ended
@@ -1111,29 +1623,34 @@ def save_video(frames: list[torch.Tensor], path: Path) -> None:
 
 
 @torch.no_grad()
-def demonstrate(agent: Agent, env: envs.VecEnv) -> tuple[TensorDict, torch.Tensor]:
-    """An episode of the expert in each env: observations, and the tokens of what it would do there.
+def demonstrate(agent: Agent, env: envs.VecEnv, episodes: int) -> tuple[TensorDict, torch.Tensor]:
+    """Episodes of the expert: observations, and the chunk of actions that it would take there.
 
     Its actions are executed with noise, so that it also shows how to recover.
     """
-    obs = env.reset()
-    active = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     generator = torch.Generator(env.device).manual_seed(DEMO_SEED)
-    observations = []
-    actions = []
-    while active.any():
-        action = env.expert_action()
-        observations.append(obs.select("rgb", "instruction").set("active", active))
-        actions.append(action * active[:, None])  # after the end: nothing
-        noise = 0.5 * torch.randn(action.shape, generator=generator, device=env.device)
-        obs, _, terminated, truncated, _ = env.step(action + noise, active)
-        active = active & ~(terminated | truncated)
-    actions += [torch.zeros_like(action)] * (agent.chunk - 1)
-    chunks = torch.stack(actions).unfold(0, agent.chunk, 1)  # [T, N, size, chunk]
-    tokens = agent.tokens(chunks.transpose(2, 3).flatten(0, 1))
-    observations = torch.cat(observations)
-    rows = observations.pop("active")
-    return observations[rows], tokens[rows]
+    shown = []
+    labels = []
+    for episode in range(math.ceil(episodes / env.num_envs)):
+        obs = env.reset(episode)
+        active = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
+        active[episodes - episode * env.num_envs :] = False
+        observations = []
+        actions = []
+        while active.any():
+            action = env.expert_action()
+            observations.append(obs.exclude("privileged").set("active", active))
+            actions.append(action * active[:, None])  # after the end: nothing
+            noise = 0.5 * torch.randn(action.shape, generator=generator, device=env.device)
+            obs, _, terminated, truncated, _ = env.step(action + noise, active)
+            active = active & ~(terminated | truncated)
+        actions += [torch.zeros_like(action)] * (agent.chunk - 1)
+        chunks = torch.stack(actions).unfold(0, agent.chunk, 1)  # [T, N, size, chunk]
+        observations = torch.cat(observations)
+        rows = observations.pop("active")
+        shown.append(observations[rows])
+        labels.append(chunks.transpose(2, 3).flatten(0, 1)[rows])
+    return torch.cat(shown), torch.cat(labels)
 
 
 def make_envs(args: Args, accelerator: Accelerator, **options) -> tuple[envs.VecEnv, envs.VecEnv]:
@@ -1336,22 +1853,23 @@ def frozen_checksum(agent: Agent) -> float:
 
 def load_trained(agent: Agent, checkpoint: Checkpoint, args: Args) -> None:
     folder = checkpoint.folder
-    names = ["env_id", "model_path", "action_bins", "action_chunk", "lora_rank"]
+    names = ["env_id", "model_path", "cameras", "action_bins", "action_chunk", "execute", "denoise_steps", "lora_rank"]
     if args.lora_rank:
         names.append("mixed_precision")  # in which the frozen weights are kept
     for name in names:
-        old = checkpoint.about["args"].get(name)
-        new = getattr(args, name)
+        new = json.loads(json.dumps(getattr(args, name)))
+        old = checkpoint.about["args"].get(name, new)
         if old != new:
             fail(f"{folder} was trained with {name} = {old}, not {new}: set {option(name)} to match it")
     frozen = checkpoint.trainer.get("frozen", checkpoint.about.get("frozen"))  # where older ones keep it
     if frozen != frozen_checksum(agent):
         model = f"--model-path {args.model_path}"
         fail(f"{folder} was trained on other weights than those that {model} has now")
-    own = {name: p.shape for name, p in trainable(agent).items()}
+    own = {name: x.shape for name, x in saved_tensors(agent).items()}
     if own != {name: x.shape for name, x in checkpoint.model.items()}:
         fail(f"{folder} does not fit this model: other weights were trained, or of another shape")
     agent.load_state_dict(checkpoint.model, strict=False)
+    agent.statistics.known = True
 
 
 def open_model(args: Args, accelerator: Accelerator, env: envs.VecEnv) -> Agent:
@@ -1359,29 +1877,39 @@ def open_model(args: Args, accelerator: Accelerator, env: envs.VecEnv) -> Agent:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     path = args.model_path
-    if path == "tiny":
-        path = f"{args.output_dir}/tiny_{args.seed}"
+    if path in ("tiny", "tiny-pi0"):
+        chunk = args.action_chunk or 1
+        path = f"{args.output_dir}/{args.model_path}_{args.seed}"
+        if args.model_path == "tiny-pi0" and chunk > 1:
+            path = f"{path}_{chunk}"
         with together(fatal=False) as errors:
             if accelerator.is_main_process and not os.path.exists(path):
-                make_tiny(Path(path), args.seed)
+                make_tiny(Path(path), args.seed, args.model_path, chunk)
         if errors and not os.path.exists(path):  # if it does by now, another run was quicker
             fail(f"cannot write {path}: {errors[0]}; choose another --output-dir")
     with together(f"cannot use --model-path {args.model_path}: "):
-        config = AutoConfig.from_pretrained(path)
+        config = read_config(path)
         if type(config) not in AutoModelForImageTextToText._model_mapping:
             raise ValueError(f"it is a {config.model_type} model, which takes no pictures")
         torch.manual_seed(args.seed)  # the same value head and adapters on every rank
+        kind = FlowAgent if isinstance(config, PI0Config) else TokenAgent
         # CRUCIAL: on the env's device from here on; the check below runs on the env's observations.
-        agent = Agent(env, path, args).to(env.device).eval()
+        agent = kind(env, path, args).to(env.device).eval()
+        if agent.executed > env.max_episode_steps:
+            what = f"{agent.executed} actions are executed at once"
+            limit = f"an episode of {args.env_id} has {env.max_episode_steps} steps"
+            raise ValueError(f"{what}, but {limit}: set --execute")
         obs = env.reset()[:2]
         agent.check(obs, HALF[args.mixed_precision])
         # A backward tells which weights take part: DDP would wait for the gradients of all others.
-        tokens = torch.zeros(2, agent.chunk * agent.size, dtype=torch.int64, device=env.device)
-        sum(x.sum() for x in agent(agent.see(obs), tokens)[1:]).backward()
+        seen = agent.see(obs)
+        with torch.no_grad():
+            drawn = agent(seen)[0]
+        sum(x.sum() for x in agent(seen, drawn)[1:] if x.requires_grad).backward()
         for p in agent.parameters():
             p.requires_grad_(p.grad is not None)
         agent.zero_grad()
-    if not agent.pictures.in_torch:
+    if isinstance(agent, TokenAgent) and not agent.pictures.in_torch:
         name = type(agent.processor.image_processor).__name__
         accelerator.print(f"pictures are prepared on the CPU, one by one, by {name}")
     return agent
@@ -1656,7 +2184,7 @@ def main(args: Args) -> None:
     agent = open_model(args, accelerator, env)
     num_chunks = args.num_chunks
     if args.advantage == "group":
-        num_chunks = math.ceil(env.max_episode_steps / args.action_chunk)
+        num_chunks = math.ceil(env.max_episode_steps / agent.executed)
     size = math.ceil(args.num_envs * num_chunks / args.num_minibatches)  # of a minibatch at most, on each rank
     tune_cpu(args.torch_threads, size * sum(p.numel() for p in agent.parameters()))
     if args.evaluate:
@@ -1671,6 +2199,9 @@ def main(args: Args) -> None:
     checkpoint = run.open()
     if checkpoint:
         load_trained(agent, checkpoint, args)
+    elif not (agent.statistics.known or args.bc_updates):
+        what = "has no statistics of state and action, without which its actions mean nothing"
+        fail(f"{args.model_path} {what}: give those of its training data with --statistics FILE")
     policy = [p for name, p in trainable(agent).items() if not name.startswith("value_head")]
     value_head = [p for name, p in trainable(agent).items() if name.startswith("value_head")]
     parameters = policy + value_head
@@ -1680,8 +2211,9 @@ def main(args: Args) -> None:
     inference = share_frozen(agent, HALF[args.mixed_precision])
     next_obs = env.reset()
     seen = agent.see(next_obs[:1])
-    tokens = torch.zeros(1, agent.chunk * agent.size, dtype=torch.int64, device=device)
-    model, optimizer, adam = prepare(accelerator, agent, optimizer, seen, tokens)
+    with torch.no_grad():
+        drawn = agent(seen)[0]
+    model, optimizer, adam = prepare(accelerator, agent, optimizer, seen, drawn)
     seed = args.seed + 1_000_003 * (accelerator.process_index + 1)  # other actions on every rank
     torch.manual_seed(seed)
     generator = torch.Generator(device).manual_seed(seed)
@@ -1708,16 +2240,23 @@ def main(args: Args) -> None:
 
     # ---- Cloning: the model learns to act from a few demonstrations
     if args.bc_updates and progress.iteration == 0:
-        options = envs.options(args.env_options)
-        demo_env = envs.make(args.env_id, args.bc_episodes, device=device, seed=DEMO_SEED, **options)
-        demo_obs, labels = demonstrate(agent, demo_env)
+        at_once = args.bc_episodes if "/" not in args.env_id else min(args.bc_episodes, args.num_envs)
+        demo_env = env
+        if env.separate_evaluation:
+            options = envs.options(args.env_options)
+            demo_env = envs.make(args.env_id, at_once, device=device, seed=DEMO_SEED, **options)
+        demo_obs, demo_actions = demonstrate(agent, demo_env, args.bc_episodes)
+        if not agent.statistics.known:
+            agent.statistics.fit("action", demo_actions[:, 0])
+            if "state" in agent.statistics.names:
+                agent.statistics.fit("state", demo_obs["state"])
         agent.train(args.gradient_checkpointing)
         for update in range(args.bc_updates):
             for group in optimizer.param_groups:
                 group["lr"] = args.bc_learning_rate * (1.0 - update / args.bc_updates)
-            rows = torch.randint(len(labels), (args.bc_batch,), device=device)
-            _, logprob, _, value = model(agent.see(demo_obs[rows]), labels[rows])
-            loss = -logprob.mean()
+            rows = torch.randint(len(demo_actions), (args.bc_batch,), device=device)
+            loss, value = model(agent.see(demo_obs[rows]), target=demo_actions[rows])
+            loss = loss.mean()
             accelerator.backward(loss + 0.0 * value.sum())
             norm = accelerator.clip_grad_norm_(parameters, args.max_grad_norm)
             adam.found_inf = (~norm.isfinite()).float()
@@ -1811,7 +2350,7 @@ def main(args: Args) -> None:
                     for part in parts:
                         # Gradients are exchanged once per minibatch, with its last part.
                         with nullcontext() if part is parts[-1] else accelerator.no_sync(model):
-                            _, newlogprob, entropy, newvalue = model(part["obs"], part["tokens"])
+                            _, newlogprob, entropy, newvalue = model(part["obs"], part["drawn"])
                             loss, part_losses = vla_loss(
                                 newlogprob, entropy, newvalue,
                                 part["prox_logprob"], part["logprob"], part["advantage"], part["return"],
@@ -1890,7 +2429,7 @@ def main(args: Args) -> None:
                 trainer = {"optimizer": optimizer.optimizer.state_dict(), "frozen": frozen}
                 local = {"env": env.state_dict(), "generator": generator.get_state()}
                 local["obs"] = dict(collector.obs.items())
-                run.save(progress, trainable(agent), trainer, local, improved)
+                run.save(progress, saved_tensors(agent), trainer, local, improved)
                 with together(f"cannot write {run.folder / 'policy'}: ", "; the checkpoint is saved"):
                     if improved and accelerator.is_main_process:
                         export(agent, run.folder / "policy")

@@ -322,9 +322,9 @@ def small_vla(folder: Path, **changes) -> vla.Args:
     return vla.Args(**({"output_dir": str(folder), "num_envs": 4, "num_chunks": 2} | changes))
 
 
-def make_agent(env, folder: Path, **changes) -> vla.Agent:
+def make_agent(env, folder: Path, **changes) -> vla.TokenAgent:
     torch.manual_seed(1)
-    return vla.Agent(env, str(folder / "tiny_1"), small_vla(folder, **changes)).to(env.device)
+    return vla.TokenAgent(env, str(folder / "tiny_1"), small_vla(folder, **changes)).to(env.device)
 
 
 @pytest.mark.parametrize("changes", [{}, {"action_chunk": 2}, {"lora_rank": 2, "freeze_vision": True}], ids=str)

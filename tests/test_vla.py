@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import envs
 import ppo_vla_async as vla
-from ppo_vla_async import LOSSES, Agent, Args, Collector, collect, compute_gae, share_frozen, trainable, vla_loss
+from ppo_vla_async import LOSSES, TokenAgent, Args, Collector, collect, compute_gae, share_frozen, trainable, vla_loss
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -146,7 +146,7 @@ def test_sampled_and_scored_probabilities_agree(folders, name, lora_rank):
     env = envs.make("Tabletop", 6, seed=1)
     env.instructions = ["reach the block that is ruby", "lime", "go to the block that is at the left"]
     torch.manual_seed(0)
-    agent = Agent(env, folders(name), Args(action_chunk=2, lora_rank=lora_rank)).eval()
+    agent = TokenAgent(env, folders(name), Args(action_chunk=2, lora_rank=lora_rank)).eval()
     for key, p in agent.named_parameters():
         if "lora_B" in key:  # zero at the start: then an adapter does nothing
             nn.init.normal_(p, std=0.1)
@@ -177,7 +177,7 @@ def test_sampled_and_scored_probabilities_agree(folders, name, lora_rank):
 def test_prompts_and_pictures_reach_the_model(folders):
     """Another instruction, another picture: another distribution."""
     env = envs.make("Tabletop", 4, seed=1)
-    agent = Agent(env, folders("idefics3"), Args()).eval()
+    agent = TokenAgent(env, folders("idefics3"), Args()).eval()
     obs = env.reset()
     tokens = torch.full((4, 2), 100)
     with torch.no_grad():
@@ -197,14 +197,14 @@ def test_dropout_is_off(tmp_path, folders):
     config["text_config"]["attention_dropout"] = config["vision_config"]["attention_dropout"] = 0.5
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     env = envs.make("Tabletop", 4, seed=1)
-    agent = Agent(env, str(tmp_path / "model"), Args()).train()
+    agent = TokenAgent(env, str(tmp_path / "model"), Args()).train()
     seen, tokens = agent.see(env.reset()), torch.full((4, 2), 7)
     assert torch.equal(agent(seen, tokens)[1], agent(seen, tokens)[1])
 
 
 @pytest.mark.smoke
 def test_actions_and_tokens_are_inverse(folders):
-    agent = Agent(envs.make("Tabletop", 1), folders("idefics3"), Args(action_chunk=3))
+    agent = TokenAgent(envs.make("Tabletop", 1), folders("idefics3"), Args(action_chunk=3))
     tokens = torch.randint(256, (50, 6))
     actions = agent.actions(tokens)
     assert actions.shape == (50, 3, 2) and actions.abs().max() < 1
@@ -256,13 +256,11 @@ def test_the_value_head_warms_up_alone(tmp_path):
 
 def test_demonstrations_of_chunks_end_with_the_episode(folders):
     env = envs.make("Tabletop", 8, seed=3)
-    agent = Agent(env, folders("idefics3"), Args(action_chunk=16))
-    obs, labels = vla.demonstrate(agent, env)
+    agent = TokenAgent(env, folders("idefics3"), Args(action_chunk=16))
+    obs, labels = vla.demonstrate(agent, env, 20)  # in three rounds, of which the last is not full
     assert len(obs) == len(labels) and obs["rgb"].dtype == torch.uint8
-    still = agent.tokens(torch.zeros(1, 16, 2))[0]
-    first = labels[:8].view(8, 16, 2)  # from the start of each episode: moves, and then nothing
-    for row in first:
-        rest = (row == still.view(16, 2)).all(1).long()
+    for row in labels[:8]:  # from the start of each episode: moves, and then nothing
+        rest = (row == 0).all(1).long()
         assert 0 < rest.sum() < 16 and torch.equal(rest, rest.sort().values)
 
 
@@ -279,7 +277,7 @@ def test_other_models_train_from_their_folder(tmp_path, folders, name):
 # ---- Precision
 
 
-def with_peaked_head(agent: Agent, factor: float) -> Agent:
+def with_peaked_head(agent: TokenAgent, factor: float) -> TokenAgent:
     with torch.no_grad():
         agent.whole.get_output_embeddings().weight.mul_(factor)
     return agent
@@ -291,7 +289,7 @@ def test_logits_are_not_rounded_in_half_precision(folders, name, lora_rank):
     """With large logits, those in bf16 are off by whole units: here they are the exact product of state and head."""
     env = envs.make("Tabletop", 8, seed=1)
     torch.manual_seed(0)
-    agent = Agent(env, folders(name), Args(action_chunk=2, lora_rank=lora_rank, mixed_precision="bf16")).eval()
+    agent = TokenAgent(env, folders(name), Args(action_chunk=2, lora_rank=lora_rank, mixed_precision="bf16")).eval()
     model = agent.model.get_base_model() if lora_rank else agent.model
     head = model.get_output_embeddings()
     with torch.no_grad():
@@ -319,7 +317,7 @@ def test_sampled_and_scored_probabilities_agree_in_half_precision(folders, name)
     env = envs.make("Tabletop", 16, seed=1)
     env.instructions = ["reach the block that is ruby", "lime", "go to the block that is at the left"]
     torch.manual_seed(0)
-    agent = with_peaked_head(Agent(env, folders(name), Args(action_chunk=4, mixed_precision="bf16")).eval(), 10)
+    agent = with_peaked_head(TokenAgent(env, folders(name), Args(action_chunk=4, mixed_precision="bf16")).eval(), 10)
     seen = agent.see(env.reset())
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         tokens, drawn, _, _ = agent(seen, generator=torch.Generator().manual_seed(0))
@@ -330,7 +328,7 @@ def test_sampled_and_scored_probabilities_agree_in_half_precision(folders, name)
 def test_all_that_the_output_layer_does_is_done(folders, tmp_path):
     """A bias and soft-capping; what else a model may do there is refused."""
     env = envs.make("Tabletop", 4, seed=1)
-    agent = Agent(env, folders("paligemma"), Args()).eval()
+    agent = TokenAgent(env, folders("paligemma"), Args()).eval()
     head = agent.model.get_output_embeddings()
     head.bias = nn.Parameter(torch.randn(head.out_features))
     agent.model.config.text_config.final_logit_softcapping = 0.8
@@ -343,7 +341,7 @@ def test_all_that_the_output_layer_does_is_done(folders, tmp_path):
 @pytest.mark.parametrize("half", [None, torch.bfloat16])
 def test_the_check_at_the_start_finds_wrong_positions(folders, half):
     env = envs.make("Tabletop", 4, seed=1)
-    agent = with_peaked_head(Agent(env, folders("qwen2_5_vl"), Args(action_chunk=2)).eval(), 10)
+    agent = with_peaked_head(TokenAgent(env, folders("qwen2_5_vl"), Args(action_chunk=2)).eval(), 10)
     agent.check(env.reset(), half)
     right = agent._text
 
@@ -364,7 +362,7 @@ def test_the_collector_keeps_its_weights_as_autocast_would_cast_them(folders, na
     """The same actions and probabilities, bit for bit, without a cast of every weight for every token."""
     env = envs.make("Tabletop", 4, seed=1)
     torch.manual_seed(0)
-    agent = Agent(env, folders(name), Args(action_chunk=2, lora_rank=lora_rank)).eval()
+    agent = TokenAgent(env, folders(name), Args(action_chunk=2, lora_rank=lora_rank)).eval()
     for key, p in agent.named_parameters():
         if "lora_B" in key:
             nn.init.normal_(p, std=0.1)
@@ -397,7 +395,7 @@ def test_the_collector_keeps_its_weights_as_autocast_would_cast_them(folders, na
 @pytest.mark.parametrize("name", MODELS)
 def test_pictures_are_those_of_the_image_processor(folders, name):
     env = envs.make("Tabletop", 3, seed=1)
-    agent = Agent(env, folders(name), Args())
+    agent = TokenAgent(env, folders(name), Args())
     generator = torch.Generator().manual_seed(1)
     obs = env.reset()
     obs["rgb"] = torch.randint(256, obs["rgb"].shape, dtype=torch.uint8, generator=generator)
@@ -426,7 +424,7 @@ def test_pictures_are_resized_once(tmp_path, folders, resample):
     edit(tmp_path / "model" / "processor_config.json", **tiles)
     env = envs.make("Tabletop", 2, seed=1)
     env.single_observation_space = gym.spaces.Dict({"rgb": gym.spaces.Box(0, 255, (40, 56, 3), np.uint8)})
-    agent = Agent(env, str(tmp_path / "model"), Args())
+    agent = TokenAgent(env, str(tmp_path / "model"), Args())
     assert agent.pictures.in_torch
     generator = torch.Generator().manual_seed(1)
     rgb = torch.randint(256, (2, 40, 56, 3), dtype=torch.uint8, generator=generator)
@@ -448,7 +446,7 @@ def test_an_image_processor_of_another_kind_is_called_itself(tmp_path, capsys, m
 def test_positions_are_computed_once(folders, monkeypatch):
     """Qwen's loop over samples runs once for the prompts, and not in a forward."""
     env = envs.make("Tabletop", 4, seed=1)
-    agent = Agent(env, folders("qwen2_5_vl"), Args(action_chunk=2)).eval()
+    agent = TokenAgent(env, folders("qwen2_5_vl"), Args(action_chunk=2)).eval()
     monkeypatch.setattr(transformers.Qwen2_5_VLModel, "get_rope_index", None)
     seen = agent.see(env.reset())
     with torch.no_grad():
@@ -527,8 +525,8 @@ class ThereEnv(envs.VecEnv):
     def reset(self, episode=0):
         return self._there(self.env.reset(episode))
 
-    def step(self, action, active=None):
-        *results, info = self.env.step(action.inner, active.inner)
+    def step(self, action, active=None, look=True):
+        *results, info = self.env.step(action.inner, active.inner, look)
         return *(self._there(x) for x in results), self._there(info)
 
 
@@ -559,13 +557,13 @@ def test_a_model_runs_where_its_env_is(tmp_path, folders, name, other_device, fr
         agent.see(env.reset())
         assert OtherDevice.syncs == 0
         rollout = collect(agent, env, env.reset(), 2, 0.9, torch.Generator(), lambda: False)
-        assert agent(rollout.data.reshape(-1)["obs"], rollout.data["tokens"].flatten(0, 1))[1].device.type == "meta"
+        assert agent(rollout.data.reshape(-1)["obs"], rollout.data["drawn"].flatten(0, 1))[1].device.type == "meta"
     assert all(isinstance(x, There) for x in rollout.tensors())
 
 
-@pytest.mark.parametrize("chunk, limit", [(1, 1), (2, 1 + 2 * 6)])
-def test_collecting_hardly_waits_for_the_device(chunk, limit, other_device):
-    """Once for a rollout, and with chunks once for every env step."""
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_collecting_hardly_waits_for_the_device(chunk, other_device):
+    """Once for a rollout."""
     env = ThereEnv(Line())
     agent = Toy(chunk)
     zeros = torch.zeros(3).to("meta")
@@ -573,7 +571,7 @@ def test_collecting_hardly_waits_for_the_device(chunk, limit, other_device):
     agent.forward = lambda obs, generator: (tokens, zeros, zeros, zeros)
     OtherDevice.syncs = 0
     rollout = collect(agent, env, env.reset(), 6, 0.5, None, lambda: False)
-    assert rollout.final_seen is not None and OtherDevice.syncs <= limit
+    assert rollout.final_seen is not None and OtherDevice.syncs <= 1
 
 
 # ---- Chunks
@@ -594,7 +592,7 @@ class Line(envs.VecEnv):
         self.clock, self.episode = torch.zeros(2, self.num_envs, dtype=torch.int64)
         return self._obs()
 
-    def step(self, action, active=None):
+    def step(self, action, active=None, look=True):
         self.calls += 1
         self.clock += active
         reward = torch.where(active, self.clock, 100).float()  # nobody may count that of rows that are not active
@@ -611,7 +609,7 @@ class Toy(nn.Module):
 
     def __init__(self, chunk=2):
         super().__init__()
-        self.chunk, self.size, self.weight = chunk, 1, nn.Parameter(torch.zeros(1))
+        self.chunk, self.executed, self.size, self.weight = chunk, chunk, 1, nn.Parameter(torch.zeros(1))
 
     def see(self, obs):
         return TensorDict({"x": obs["rgb"].float(), "instruction": obs["instruction"]}, obs.batch_size)
@@ -712,7 +710,7 @@ def rollout_of(lengths: list[int], success: list[bool]) -> vla.Rollout:
     step, last = torch.arange(T)[:, None], torch.tensor(lengths) - 1
     won = torch.tensor(success)
     x = torch.arange(T * N).view(T, N, 1).float()
-    data = {"obs": {"x": x, "instruction": x[..., 0].long()}, "tokens": torch.zeros(T, N, 1, dtype=torch.int64)}
+    data = {"obs": {"x": x, "instruction": x[..., 0].long()}, "drawn": torch.zeros(T, N, 1, dtype=torch.int64)}
     data |= {"logprob": torch.zeros(T, N), "active": step <= last, "steps": (step <= last).float()}
     data |= {"reward": ((step == last) & won).float()}
     data |= {"terminated": (step == last) & won, "truncated": (step == last) & ~won}
@@ -757,7 +755,7 @@ def test_gradient_of_groups_is_that_of_the_joined_batch(tmp_path, mute):
         assert [rank["updates"] for rank in ranks] == [0, 0]
         return
     assert [rank["updates"] for rank in ranks] == [2, 2]
-    agent = Agent(envs.make("Tabletop", 2), str(tmp_path / "tiny_1"), Args()).eval()
+    agent = TokenAgent(envs.make("Tabletop", 2), str(tmp_path / "tiny_1"), Args()).eval()
     names = ranks[0]["weights"][0].keys()
     for update in (0, 1):
         agent.load_state_dict({name: ranks[0]["weights"][update][name] for name in names})
@@ -841,10 +839,10 @@ def test_thousands_of_rollouts_with_random_delays():
     env, generator, pace = Line(2), torch.Generator().manual_seed(0), random.Random(0)
     step = env.step
 
-    def slow_step(*a):
+    def slow_step(*a, **k):
         if pace.random() < 0.02:
             time.sleep(pace.random() * 0.004)
-        return step(*a)
+        return step(*a, **k)
 
     env.step = slow_step
     agent = Toy(1)
@@ -946,7 +944,7 @@ def test_without_staleness_threads_change_nothing(tmp_path, monkeypatch):
 def test_frozen_weights_are_shared_and_trained_ones_are_not(tmp_path, folders):
     """Copy and snapshot together cost twice the trainable weights, and nothing else."""
     env = envs.make("Tabletop", 2)
-    agent = Agent(env, folders("idefics3"), Args(lora_rank=2))
+    agent = TokenAgent(env, folders("idefics3"), Args(lora_rank=2))
     copied = share_frozen(agent)
     collector = Collector(copied, env, torch.Generator(), Args())
     mine = {p.data_ptr() for p in [*agent.parameters(), *agent.buffers()]}
@@ -997,7 +995,7 @@ def failing(monkeypatch, where: str):
 
         monkeypatch.setattr(envs, "make", broken_make)
     elif where == "policy":
-        monkeypatch.setattr(Agent, "actions", fail_at(25, Agent.actions))
+        monkeypatch.setattr(TokenAgent, "actions", fail_at(25, TokenAgent.actions))
     else:
         monkeypatch.setattr(vla, "vla_loss", fail_at(3, vla.vla_loss))
     return calls
@@ -1090,7 +1088,7 @@ def test_a_stale_run_drains_its_queue_before_it_saves(tmp_path, capsys, monkeypa
         env = make(*a, **k)
         if k.get("seed") == 1:
             step = env.step
-            env.step = lambda *a: (steps.append(1), step(*a))[1]
+            env.step = lambda *a, **k: (steps.append(1), step(*a, **k))[1]
         return env
 
     monkeypatch.setattr(envs, "make", counting)
@@ -1117,7 +1115,9 @@ def test_the_policy_folder_loads_everywhere(tmp_path):
     for name, p in model.state_dict().items():
         assert torch.equal(p, weights[f"model.model.{name}"]), name
     actions = json.loads((folder / "actions.json").read_text())
-    assert len(actions["token_ids"]) == 256 and actions["low"] == [-1, -1] and actions["chunk"] == 1
+    assert len(actions["token_ids"]) == len(actions["centres"]) == 256 and actions["chunk"] == 1
+    statistics = json.loads((folder / "norm_stats.json").read_text())["norm_stats"]
+    assert statistics == {"actions": {"mean": [0, 0], "std": [1, 1]}}
     with pytest.raises(SystemExit, match="it predicts 1 actions per forward, not 2: set --action-chunk 1"):
         vla.main(small(tmp_path, run_name="again", model_path=str(folder), bc_updates=0, action_chunk=2))
     vla.main(small(tmp_path, run_name="again", model_path=str(folder), bc_updates=0, lora_rank=2, total_timesteps=16))
@@ -1138,7 +1138,8 @@ def test_two_processes_agree(tmp_path):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["world_size"] == 2 and summary["charts/staleness_max"] <= 1
     saved = checkpoint(newest(tmp_path / "run"))
-    assert all("lora_" in k or "value_head" in k for k in saved if k.startswith("model."))
+    names = ("lora_", "value_head", "statistics")
+    assert all(any(name in k for name in names) for k in saved if k.startswith("model."))
     assert saved["trainer"]["global_step"] == 32 * saved["trainer"]["iteration"]
     assert not torch.equal(saved["rank_0"]["obs"]["rgb"], saved["rank_1"]["obs"]["rgb"])
 
@@ -1149,7 +1150,7 @@ def test_two_processes_agree(tmp_path):
 BAD = {
     "--model-path nowhere": "cannot use --model-path nowhere",
     "--env-id PushCube": "PushCube has no pictures and instructions",
-    "--action-chunk 17": "--action-chunk 17 is longer than an episode: an episode of Tabletop has 16 steps",
+    "--action-chunk 17": "17 actions are executed at once, but an episode of Tabletop has 16 steps: set --execute",
     "--lora-rank 0": "--lora-rank must be 1 or more, not 0",
     "--max-staleness -1": "--max-staleness must be 0 or more",
     "--action-bins 100000": "tokens that no prompt uses, not --action-bins 100000",
@@ -1200,7 +1201,7 @@ def test_a_folder_that_cannot_be_read_is_answered_in_one_line(tmp_path, monkeypa
     def exists(path):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(vla, "make_tiny", lambda folder, seed: exists(folder))
+    monkeypatch.setattr(vla, "make_tiny", lambda folder, *rest: exists(folder))
     monkeypatch.setattr(Path, "exists", exists)
     with pytest.raises(SystemExit, match="Permission denied; choose another --output-dir") as stopped:
         vla.main(small(tmp_path))

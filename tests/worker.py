@@ -33,7 +33,11 @@ def run(name: str, case: str, output: str, changes: dict) -> None:
     mute = changes.pop("mute", 0)  # the first so many envs earn nothing
     args = script.Args(**({"output_dir": output, "run_name": "run", "eval_episodes": 4, "timeout": 60.0} | changes))
     record, agents = {"updates": 0, "batches": [], "gradients": []}, []
-    init, forward, make = script.Agent.__init__, script.Agent.forward, script.envs.make
+    if name == "ppo_vla_async":
+        policy = script.FlowAgent if args.model_path == "tiny-pi0" else script.TokenAgent
+    else:
+        policy = script.Agent
+    init, forward, make = policy.__init__, policy.forward, script.envs.make
     loss_name = next(k for k in ("ppo_loss", "grpo_loss", "vla_loss") if hasattr(script, k))
     # The class that the script makes: torch wraps the step of that one, and would keep another job's.
     optimizer = torch.optim.AdamW if name == "ppo_vla_async" else torch.optim.Adam
@@ -123,8 +127,8 @@ def run(name: str, case: str, output: str, changes: dict) -> None:
         def patch(owner, attribute, value):
             patches.enter_context(mock.patch.object(owner, attribute, value))
 
-        patch(script.Agent, "__init__", recording_init)
-        patch(script.Agent, "forward", recording_forward)
+        patch(policy, "__init__", recording_init)
+        patch(policy, "forward", recording_forward)
         patch(script, loss_name, recording_loss)
         patch(optimizer, "step", recording_step)
         patch(script.envs, "make", recording_make)
