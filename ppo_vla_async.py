@@ -78,7 +78,7 @@ VERSIONS = {name: version(name) for name in PACKAGES}
 MAX_SKIPPED = 8  # updates in a row with NaN gradients before the run gives up
 M_TRIM_THRESHOLD = -1  # of glibc's malloc.h
 M_MMAP_THRESHOLD = -3
-NOISE_DRAWS = 8  # in cloning a flow policy: draws of noise and time for each look at a picture
+NOISE_DRAWS = 4  # in cloning a flow policy: draws of noise and time for each look at a picture
 HALF = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # what autocast casts to
 
 

@@ -73,6 +73,7 @@ RUNS = {
         "eval/success_rate",
     ),
     "vla": ("python ppo_vla_async.py --eval-interval 10000", 3, "eval/success_rate"),
+    "vla_pi0": ("python ppo_vla_async.py --model-path tiny-pi0 --eval-interval 10000", 3, "eval/success_rate"),
     "vla_sync": ("python ppo_vla_async.py --max-staleness 0 --eval-interval 10000", 1, "eval/success_rate"),
 }
 
