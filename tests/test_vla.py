@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import envs
 import ppo_vla_async as vla
-from ppo_vla_async import LOSSES, TokenAgent, Args, Collector, collect, compute_gae, share_frozen, trainable, vla_loss
+from ppo_vla_async import LOSSES, Args, Collector, TokenAgent, collect, compute_gae, share_frozen, trainable, vla_loss
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
