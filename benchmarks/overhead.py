@@ -51,7 +51,9 @@ def loop(made: list, actions: list, limit: int | None = None, reset=lambda env: 
 def gym_vector(name, num_envs, actions, env):
     import gymnasium as gym
 
-    vector = gym.make_vec(name, num_envs, vectorization_mode="sync")
+    # As the adapter does: the next episode starts in the step that ended the last one, and final_obs is given.
+    mode = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+    vector = gym.make_vec(name, num_envs, vectorization_mode="sync", vector_kwargs=mode)
     vector.reset(seed=1)
     return lambda k: vector.step(actions[k])
 
