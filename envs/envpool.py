@@ -71,6 +71,9 @@ class Env(VecEnv):
         self._return = np.zeros(num_envs)
         self._steps = np.zeros(num_envs, np.int64)
         self._unknown = np.full(num_envs, np.nan, np.float32)
+        no_episode = {"return": torch.zeros(num_envs), "length": torch.zeros(num_envs, dtype=torch.int64)}
+        no_episode["success"] = torch.from_numpy(self._unknown)
+        self._no_episode = {k: v.to(self.device) for k, v in no_episode.items()}
 
     def _make_for(self, episode: int) -> None:
         if self._made_for != episode:
@@ -79,14 +82,14 @@ class Env(VecEnv):
 
     def _observation(self, look: bool = True) -> TensorDict:
         if not self._picture:
-            return tensordict({"state": self._tensor(self._obs).view(self.num_envs, -1).float()}, self._batch)
+            return tensordict({"state": self._tensor(self._obs.reshape(self.num_envs, -1))}, self._batch)
         if not look:
             return tensordict({}, self._batch)
         return tensordict({"rgb": self._tensor(self._obs).permute(0, 2, 3, 1).contiguous()}, self._batch)
 
     def _tensor(self, x: np.ndarray) -> torch.Tensor:
-        """Not a copy: neither envpool nor this class writes into an array again that a step gave."""
-        x = torch.from_numpy(x)
+        """Mostly not a copy: neither envpool nor this class writes into an array again that a step gave."""
+        x = torch.from_numpy(x.astype(np.float32) if x.dtype == np.float64 else x)
         return x if self.device.type == "cpu" else x.to(self.device)
 
     def _merge(self, old: np.ndarray, rows: np.ndarray, new: np.ndarray) -> np.ndarray:
@@ -126,22 +129,18 @@ class Env(VecEnv):
         terminated = terminated.astype(bool)
         truncated = truncated.astype(bool) & ~terminated
         self._return += reward
-        self._steps[rows] += 1
-        ended = terminated | truncated
-        any_ended = ended.any()
-        obs = self._observation(look or (any_ended and truncated.any()))
-        episode = {"return": self._return.astype(np.float32), "length": self._steps.copy(), "success": success}
-        info = {
-            "final_obs": obs,
-            "episode": {k: self._tensor(v) for k, v in episode.items()},
-            "metrics": {k: self._tensor(v).float() for k, v in metrics.items()},
-        }
-        if any_ended:
-            again = self._rows[ended]
+        self._steps += 1 if active is None else active.cpu().numpy()
+        again = np.flatnonzero(terminated | truncated).astype(np.int32)
+        obs = self._observation(look or bool(np.count_nonzero(truncated)))
+        metrics = {name: self._tensor(x) for name, x in metrics.items()}
+        info = {"final_obs": obs, "episode": self._no_episode, "metrics": metrics}
+        if len(again):
+            episode = {"return": self._return.copy(), "length": self._steps.copy(), "success": success}
+            info["episode"] = {k: self._tensor(v) for k, v in episode.items()}
             first, *_ = self._env.step(action[again], again)  # starts the next episode
             self._obs = self._merge(self._obs, again, first)
-            self._return[ended] = 0.0
-            self._steps[ended] = 0
+            self._return[again] = 0.0
+            self._steps[again] = 0
             obs = self._observation(look)
         elif self._picture and not look:
             obs = self._observation(look)
