@@ -99,6 +99,9 @@ def make(env_id: str, num_envs: int, *, device="cpu", seed=0, first_env=0, group
     """Make `num_envs` copies of an env. What cannot be made is a ValueError that says what can."""
     if num_envs < 1:
         raise ValueError(f"num_envs must be at least 1, not {num_envs}")
+    limit = options.get("max_episode_steps")
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
+        raise ValueError(f"{env_id} has no max_episode_steps {limit!r}: give a number of steps, such as 200")
     backend, slash, name = env_id.partition("/")
     if (backend not in BACKENDS or not name) if slash else (env_id not in EMBEDDED):
         examples = [example for example, _ in BACKENDS.values()]

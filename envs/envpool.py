@@ -22,6 +22,9 @@ from tensordict import TensorDict
 
 from envs import VecEnv, closest, episode_seed, tensordict
 
+# Fields of envpool's config that follow from the arguments of the script.
+SET_HERE = ("num_envs", "batch_size", "max_num_players", "seed", "env_seed", "gym_reset_return_info")
+
 
 class Env(VecEnv):
     checks_options = True  # they are those of the env's own config
@@ -34,7 +37,7 @@ class Env(VecEnv):
         self.device = torch.device(device)
         if name not in envpool.list_all_envs():
             raise ValueError(f"envpool has no {name!r}{closest(name, envpool.list_all_envs())}")
-        known = envpool.make_spec(name).config._fields
+        known = [field for field in envpool.make_spec(name).config._fields if field not in SET_HERE]
         if render and "gray_scale" not in known:  # MuJoCo: without a screen envpool ends the process
             raise ValueError(f"envpool/{name} cannot be drawn: leave out --capture-video, or use gym/")
         for option in options:
@@ -50,7 +53,11 @@ class Env(VecEnv):
         self._make = partial(envpool.make, name, env_type="gymnasium", num_envs=num_envs, **options)
         self._keys = [(seed, (first_env + i) // group_size) for i in range(num_envs)]
         self._made_for = None  # the episode whose seeds the envs have, if they have not begun yet
-        self._make_for(0)
+        try:
+            self._make_for(0)
+        except (TypeError, ValueError, RuntimeError) as error:
+            reason = str(error).split("\n")[0]
+            raise ValueError(f"envpool cannot make {name!r} with these options ({options}): {reason}") from error
         space = self._env.observation_space
         self.single_action_space = self._env.action_space
         self.max_episode_steps = int(self._env.spec.config.max_episode_steps)
