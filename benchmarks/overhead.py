@@ -3,10 +3,12 @@
     python benchmarks/overhead.py gym/HalfCheetah-v5 metaworld/push-v3 --num-envs 8 64
 
 Both loops step the same number of envs with the same actions and start the next episode where one ends. They take
-turns in one process, a tenth of a second each, so that a busy machine slows both; the overhead is that of the summed
-times, the median of some rounds. The simulator's own loop is
+turns in one process, some hundredths of a second each, so that a busy machine slows both. Another job that takes the
+core in a turn leaves cold caches behind, so the time of a loop in a round is the lower quartile of its turns; the
+overhead is the median of some rounds. The simulator's own loop is
 
-    gym        `gym.make_vec` (its SyncVectorEnv), and as `loop` a Python loop over envs of `gym.make`
+    gym        `gym.make_vec` (its SyncVectorEnv, restarting in the same step as the adapter does), and as `loop` a
+               Python loop over envs of `gym.make`, which gathers nothing
     envpool    its own `step`
     metaworld  a Python loop over its envs
     maniskill  a Python loop over envs of `gym.make` with one simulation each
@@ -51,7 +53,9 @@ def loop(made: list, actions: list, limit: int | None = None, reset=lambda env: 
 def gym_vector(name, num_envs, actions, env):
     import gymnasium as gym
 
-    vector = gym.make_vec(name, num_envs, vectorization_mode="sync")
+    # As the adapter does: the next episode starts in the step that ended the last one, and final_obs is given.
+    mode = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+    vector = gym.make_vec(name, num_envs, vectorization_mode="sync", vector_kwargs=mode)
     vector.reset(seed=1)
     return lambda k: vector.step(actions[k])
 
@@ -134,20 +138,19 @@ def measure(env_id: str, num_envs: int, options: dict, rounds: int, seconds: flo
         return time.process_time() - start
 
     count = 2
-    while run(loops["adapter"], count) < 0.1:
+    while run(loops["adapter"], count) < 0.03:
         count *= 2
     for step in loops.values():
         run(step, count)
     found = {own: [] for own in loops}
     for _ in range(rounds):
-        spent = dict.fromkeys(loops, 0.0)
-        turns = 0
-        while turns < 4 or sum(spent.values()) < seconds:
+        turns = {own: [] for own in loops}
+        start = time.process_time()
+        while len(turns["adapter"]) < 8 or time.process_time() - start < seconds:
             for own, step in loops.items():
-                spent[own] += run(step, count)
-            turns += 1
+                turns[own].append(run(step, count))
         for own in loops:
-            found[own].append(1e6 * spent[own] / (turns * count))
+            found[own].append(1e6 * float(np.quantile(turns[own], 0.25)) / count)
     env.close()
     result = {own: statistics.median(times) for own, times in found.items()}
     overhead = {}

@@ -8,8 +8,9 @@ python benchmarks/simulators.py plot                    # docs/images/sim_NAME.p
 The environments are kept in --venvs (gigabytes: Isaac Lab alone is 8) and used again. results/sim_NAME.json holds the
 versions and, part by part: `check`, what the contract check printed; `every`, the same on all tasks of MetaWorld;
 `resume`, whether a run that was killed (kill -9) and resumed ends with the weights of one that was not; `starts`,
-whether two processes start their episodes in different states; `learn`, the learning runs with their curves. `clip`
-draws docs/images/sim_NAME.gif; `plot` needs matplotlib.
+whether two processes start their episodes in different states; `groups`, whether grpo_ddp.py runs, or is refused
+where the simulator cannot share starts; `learn`, the learning runs with their curves. `clip` draws
+docs/images/sim_NAME.gif; `plot` needs matplotlib.
 """
 
 import argparse
@@ -25,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 # What the scripts themselves need, without the pins of requirements.txt: the simulator chooses torch.
 SCRIPTS = "accelerate==1.15.* tensordict tyro tensorboard safetensors tqdm psutil pillow gymnasium"
-PARTS = ("check", "every", "resume", "starts", "learn")
+PARTS = ("check", "every", "resume", "starts", "groups", "learn")
 TWO = "torchrun --standalone --nproc_per_node 2"
 MANISKILL = (
     "--env-id maniskill/PushCube-v1 --num-envs 8 --num-steps 50 --gamma 0.8 --gae-lambda 0.9 --learning-rate 5e-4 "
@@ -35,8 +36,9 @@ MANISKILL = (
 ISAAC_CART = "scene.cartpole.spawn.usd_path=ROBOT scene.ground=none"
 ISAACLAB = (
     "--env-id isaaclab/Isaac-Cartpole-Direct --num-envs 128 --num-steps 32 --gamma 0.99 --learning-rate 1e-3 "
-    f"--total-timesteps 260000 --eval-interval 130000 --env-options {ISAAC_CART}"
+    f"--total-timesteps 520000 --eval-interval 65000 --env-options {ISAAC_CART}"
 )
+GROUPS = "--num-envs 8 --group-size 4 --total-timesteps 1600 --eval-episodes 4"
 MJLAB = (
     "--env-id mjlab/Mjlab-Cartpole-Balance --num-envs 32 --num-steps 64 --gamma 0.99 --learning-rate 1e-3 "
     "--total-timesteps 300000 --eval-interval 50000"
@@ -83,6 +85,8 @@ class Simulator:
     resume: str = ""  # arguments of ppo_ddp.py for a run to be killed after its first checkpoint
     clip: str = ""  # a command that writes a GIF; RUN stands for the newest run of `learn`
     starts: str = ""  # arguments of ppo_ddp.py for a run of two processes whose starts are compared
+    groups: str = ""  # arguments of grpo_ddp.py
+    refused: str = ""  # what it says where groups are refused
 
 
 SIMULATORS = {
@@ -90,6 +94,7 @@ SIMULATORS = {
         install=["-r requirements.txt", "--no-deps metaworld==3.1.1", "scipy"],
         check=["metaworld/push-v3 --expert", "metaworld/MT10 --expert --num-envs 10"],
         every=EVERY_METAWORLD,
+        groups=f"--env-id metaworld/reach-v3 {GROUPS} --env-options max_episode_steps=50",
         clip="python -m envs metaworld/MT10 --expert --num-envs 4 --steps 100 --video CLIP",
         resume="--env-id metaworld/push-v3 --num-envs 4 --num-steps 32 --total-timesteps 4096 --save-interval 1000 "
         "--eval-episodes 2 --env-options max_episode_steps=60",
@@ -101,6 +106,8 @@ SIMULATORS = {
     "envpool": Simulator(
         install=["-r requirements.txt", "envpool==1.2.5"],
         check=["envpool/HalfCheetah-v5", "envpool/Pong-v5 --steps 1000"],
+        groups=f"--env-id envpool/HalfCheetah-v5 {GROUPS} --env-options max_episode_steps=50",
+        clip="python -m envs envpool/Pong-v5 --num-envs 2 --steps 250 --video CLIP",
         resume="--env-id envpool/HalfCheetah-v5 --num-envs 4 --num-steps 32 --total-timesteps 40960 "
         "--save-interval 5000 --eval-episodes 2",
         learn={
@@ -126,6 +133,7 @@ SIMULATORS = {
         resume="--env-id maniskill/PushCube-v1 --num-envs 4 --num-steps 30 --total-timesteps 2400 --save-interval 600 "
         "--eval-episodes 2",
         starts="--env-id maniskill/PushCube-v1 --num-envs 8 --num-steps 50 --total-timesteps 1600 --eval-episodes 2",
+        groups=f"--env-id maniskill/PushCube-v1 {GROUPS}",
         learn={"maniskill_pushcube_2ranks": (f"{TWO} ppo_ddp.py {MANISKILL}", "eval/success_rate")},
     ),
     "mjlab": Simulator(
@@ -137,6 +145,9 @@ SIMULATORS = {
         ],
         resume="--env-id mjlab/Mjlab-Cartpole-Balance --num-envs 32 --num-steps 32 --total-timesteps 8192 "
         "--save-interval 2000 --eval-episodes 2",
+        groups=f"--env-id mjlab/Mjlab-Cartpole-Balance {GROUPS}",
+        refused="the envs of a group cannot share one",
+        clip="python -m envs mjlab/Mjlab-Lift-Cube-Yam --num-envs 2 --steps 100 --video CLIP",
         learn={"mjlab_cartpole": (f"python ppo_ddp.py {MJLAB}", "eval/episodic_return")},
     ),
     "isaaclab": Simulator(
@@ -145,8 +156,13 @@ SIMULATORS = {
         check=[f"isaaclab/Isaac-Cartpole-Direct --env-options {ISAAC_CART}"],
         resume="--env-id isaaclab/Isaac-Cartpole-Direct --num-envs 32 --num-steps 32 --total-timesteps 8192 "
         f"--save-interval 2000 --eval-episodes 2 --env-options {ISAAC_CART}",
+        starts="--env-id isaaclab/Isaac-Cartpole-Direct --num-envs 32 --num-steps 32 --total-timesteps 4096 "
+        f"--eval-episodes 2 --env-options {ISAAC_CART}",
+        groups=f"--env-id isaaclab/Isaac-Cartpole-Direct {GROUPS} --env-options {ISAAC_CART}",
+        refused="the envs of a group cannot share one",
         learn={
             "isaaclab_cartpole": (f"python ppo_ddp.py {ISAACLAB}", "eval/episodic_length"),
+            "isaaclab_cartpole_seed2": (f"python ppo_ddp.py --seed 2 {ISAACLAB}", "eval/episodic_length"),
             "isaaclab_cartpole_2ranks": (
                 f"{TWO} ppo_ddp.py {ISAACLAB} --num-envs 32 --total-timesteps 40000",
                 "eval/episodic_length",
@@ -281,13 +297,26 @@ def compare_starts(simulator: Simulator, venv: Path, folder: Path) -> dict:
     folder.mkdir(parents=True)
     result = {"command": f"{TWO} ppo_ddp.py {simulator.starts}", "commit": commit()}
     launch = [*words(f"{TWO} --no-python", venv), venv / "bin" / "python", "-c", STARTS, folder]
-    options = ["--output-dir", folder, "--run-name", "run"]
-    done = subprocess.run([*launch, "ppo_ddp.py", *simulator.starts.split(), *options], cwd=ROOT)
+    _, *script = words(f"python ppo_ddp.py --output-dir {folder} --run-name run {simulator.starts}", venv)
+    done = subprocess.run([*launch, *script], cwd=ROOT)
     result["exit_code"] = done.returncode
     if done.returncode == 0:
         result |= json.loads(python(venv, DISTINCT, *sorted(folder.glob("starts_*.pt"))))
         result["exit_code"] = int(result["distinct"] != result["starts"])
     return result
+
+
+def run_groups(simulator: Simulator, venv: Path, folder: Path) -> dict:
+    command = f"python grpo_ddp.py {simulator.groups}"
+    result = {"command": command, "commit": commit()}
+    options = ["--output-dir", str(folder), "--run-name", f"groups_{int(time.time())}"]
+    program, script, *rest = words(command, venv)
+    done = subprocess.run([program, script, *options, *rest], cwd=ROOT, capture_output=True, text=True)
+    said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    result["said"] = said[-1] if said else ""
+    print(result["said"])
+    as_it_should = (done.returncode != 0) == bool(simulator.refused) and simulator.refused in result["said"]
+    return result | {"refused": done.returncode != 0, "exit_code": int(not as_it_should)}
 
 
 def learn(simulator: Simulator, venv: Path, folder: Path) -> dict:
@@ -424,6 +453,8 @@ def main() -> None:
             result["resume"] = kill_and_resume(simulator, venv, folder)
         if simulator.starts and args.only in (None, "starts"):
             result["starts"] = compare_starts(simulator, venv, folder)
+        if simulator.groups and args.only in (None, "groups"):
+            result["groups"] = run_groups(simulator, venv, folder)
         if args.only in (None, "learn"):
             result["learn"] = learn(simulator, venv, folder)
         if simulator.clip and args.only in (None, "clip"):

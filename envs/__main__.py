@@ -71,8 +71,6 @@ class Checker:
     def actions(self, env) -> torch.Tensor:
         """Of the expert, or random and up to twice as large as the space: clipping is the env's business."""
         if self.expert:
-            if not hasattr(env, "expert_action"):
-                raise ValueError("this env has no expert: leave out --expert")
             return env.expert_action()
         space = env.single_action_space
         if hasattr(space, "n"):
@@ -305,7 +303,6 @@ def save_video(env: envs.VecEnv, checker: Checker, steps: int, path: Path) -> No
     for _ in range(min(steps, 250)):
         frames.append(Image.fromarray(torch.cat(list(env.render().cpu()), dim=1).numpy()))
         env.step(checker.actions(env), look=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=40, loop=0)
 
 
@@ -321,18 +318,36 @@ class Args:
     env_options: tuple[str, ...] = ()  # options of the env, as name=value
 
 
+def check_args(args: Args) -> None:
+    if args.num_envs < 2:
+        raise ValueError("--num-envs must be at least 2, to compare rows")
+    if args.steps < 0:
+        raise ValueError("--steps must be at least 1, or 0 for an episode")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {args.device}: torch sees no GPU here, give --device cpu")
+    if args.video:
+        if not args.video.endswith(".gif"):
+            raise ValueError(f"--video {args.video}: give a file that ends in .gif")
+        try:
+            Path(args.video).parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--video {args.video}: {error}") from error
+
+
 def main(args: Args) -> int:
     torch.set_num_threads(1)  # a few envs: more threads would only wait for one another
     try:
         options = envs.options(args.env_options)
-        if args.num_envs < 2:
-            raise ValueError("--num-envs must be at least 2, to compare rows")
+        check_args(args)
 
         def make(num_envs, **arguments):
             arguments = {"seed": args.seed, "device": args.device} | arguments
             return envs.make(args.env_id, num_envs, **arguments, **options)
 
-        env = make(args.num_envs)
+        drawn = {"render": min(4, args.num_envs)} if args.video else {}
+        env = make(args.num_envs, **drawn)  # what cannot be drawn is refused before the long check
+        if args.expert and not hasattr(env, "expert_action"):
+            raise ValueError(f"{args.env_id} has no expert: leave out --expert")
     except ValueError as error:
         print(f"error: {error}")
         return 1
@@ -353,7 +368,7 @@ def main(args: Args) -> int:
     for name, text in checker.notes.items():
         print(f"  {name}: {text}")
     if args.video:
-        env = make(args.num_envs, render=min(4, args.num_envs))
+        env = make(args.num_envs, **drawn)
         save_video(env, checker, steps, Path(args.video))
         print(f"  video: {args.video}")
     for rule, text in checker.broken.items():

@@ -9,7 +9,7 @@
   episode before, for the rows that ended, so that no step of the script is lost.
 - envpool seeds an env when it makes it, so `reset(episode)` makes the envs anew: some milliseconds, and evaluations and
   groups start as they should. Episodes after that, within the same rollout, are the next of each env's own stream.
-- It cannot save its state.
+- It cannot save its state. Atari can be drawn for a clip; envpool's MuJoCo envs would need a screen.
 """
 
 from functools import partial
@@ -20,7 +20,10 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from envs import VecEnv, closest, episode_seed
+from envs import VecEnv, closest, episode_seed, tensordict
+
+# Fields of envpool's config that follow from the arguments of the script.
+SET_HERE = ("num_envs", "batch_size", "max_num_players", "seed", "env_seed", "gym_reset_return_info")
 
 
 class Env(VecEnv):
@@ -34,9 +37,9 @@ class Env(VecEnv):
         self.device = torch.device(device)
         if name not in envpool.list_all_envs():
             raise ValueError(f"envpool has no {name!r}{closest(name, envpool.list_all_envs())}")
-        if render:
-            raise ValueError("envpool/ cannot be drawn: leave out --capture-video, or use gym/")
-        known = envpool.make_spec(name).config._fields
+        known = [field for field in envpool.make_spec(name).config._fields if field not in SET_HERE]
+        if render and "gray_scale" not in known:  # MuJoCo: without a screen envpool ends the process
+            raise ValueError(f"envpool/{name} cannot be drawn: leave out --capture-video, or use gym/")
         for option in options:
             if option not in known:
                 raise ValueError(f"envpool/{name} has no option {option!r}: it has {', '.join(known)}")
@@ -44,10 +47,17 @@ class Env(VecEnv):
             options = {"gray_scale": False, "stack_num": 1} | options
         if max_episode_steps:
             options["max_episode_steps"] = max_episode_steps
+        if render:
+            options["render_mode"] = "rgb_array"
+        self.render_rows = min(render, num_envs)
         self._make = partial(envpool.make, name, env_type="gymnasium", num_envs=num_envs, **options)
         self._keys = [(seed, (first_env + i) // group_size) for i in range(num_envs)]
         self._made_for = None  # the episode whose seeds the envs have, if they have not begun yet
-        self._make_for(0)
+        try:
+            self._make_for(0)
+        except (TypeError, ValueError, RuntimeError) as error:
+            reason = str(error).split("\n")[0]
+            raise ValueError(f"envpool cannot make {name!r} with these options ({options}): {reason}") from error
         space = self._env.observation_space
         self.single_action_space = self._env.action_space
         self.max_episode_steps = int(self._env.spec.config.max_episode_steps)
@@ -63,38 +73,46 @@ class Env(VecEnv):
         else:
             spaces = {"state": gym.spaces.Box(-np.inf, np.inf, (int(np.prod(space.shape)),))}
         self.single_observation_space = gym.spaces.Dict(spaces)
+        self._batch = torch.Size([num_envs])
         self._rows = np.arange(num_envs, dtype=np.int32)
         self._return = np.zeros(num_envs)
         self._steps = np.zeros(num_envs, np.int64)
+        self._unknown = np.full(num_envs, np.nan, np.float32)
+        no_episode = {"return": torch.zeros(num_envs), "length": torch.zeros(num_envs, dtype=torch.int64)}
+        no_episode["success"] = torch.from_numpy(self._unknown)
+        self._no_episode = {k: v.to(self.device) for k, v in no_episode.items()}
 
     def _make_for(self, episode: int) -> None:
         if self._made_for != episode:
             self._env = self._make(seed=[episode_seed(*key, episode) % 2**31 for key in self._keys])
         self._made_for = episode
 
-    def _convert(self, obs: np.ndarray) -> np.ndarray:
-        """A copy, because envpool writes to its arrays again."""
-        if self._picture:
-            return np.ascontiguousarray(obs.transpose(0, 2, 3, 1))
-        return obs.reshape(len(obs), -1).astype(np.float32)
-
     def _observation(self, look: bool = True) -> TensorDict:
-        parts = {}
-        if not self._picture or look:
-            parts["rgb" if self._picture else "state"] = self._tensor(self._obs)
-        return TensorDict(parts, batch_size=[self.num_envs], device=self.device)
+        if not self._picture:
+            return tensordict({"state": self._tensor(self._obs.reshape(self.num_envs, -1))}, self._batch)
+        if not look:
+            return tensordict({}, self._batch)
+        return tensordict({"rgb": self._tensor(self._obs).permute(0, 2, 3, 1).contiguous()}, self._batch)
 
     def _tensor(self, x: np.ndarray) -> torch.Tensor:
-        x = torch.from_numpy(x.copy())
+        """Mostly not a copy: neither envpool nor this class writes into an array again that a step gave."""
+        x = torch.from_numpy(x.astype(np.float32) if x.dtype == np.float64 else x)
         return x if self.device.type == "cpu" else x.to(self.device)
+
+    def _merge(self, old: np.ndarray, rows: np.ndarray, new: np.ndarray) -> np.ndarray:
+        """`old` with some of its rows replaced."""
+        if len(rows) == self.num_envs:
+            return new  # envpool answers in the order of the rows that it was given
+        merged = old.copy()  # CRUCIAL: a step before this one has returned the old one
+        merged[rows] = new
+        return merged
 
     def reset(self, episode: int = 0) -> TensorDict:
         self._return[:] = 0.0
         self._steps[:] = 0
         self._make_for(episode)
         self._made_for = None
-        obs, info = self._env.reset()
-        self._obs = self._convert(obs)
+        self._obs, info = self._env.reset()
         self._metrics = [name for name in info if name.startswith("reward_")]
         return self._observation()
 
@@ -102,48 +120,41 @@ class Env(VecEnv):
         action = action.cpu().numpy()
         space = self.single_action_space
         if isinstance(space, gym.spaces.Discrete):
-            action = (action + space.start).astype(space.dtype)
+            action = action + space.start
         else:
-            action = action.clip(space.low, space.high).astype(space.dtype)
+            action = action.clip(space.low, space.high)
         rows = self._rows if active is None else np.flatnonzero(active.cpu().numpy()).astype(np.int32)
-        reward = np.zeros(self.num_envs, np.float32)
-        terminated = np.zeros(self.num_envs, bool)
-        truncated = np.zeros(self.num_envs, bool)
-        success = np.full(self.num_envs, np.nan, np.float32)
-        metrics = {name: np.zeros(self.num_envs, np.float32) for name in self._metrics}
+        nothing = np.zeros(self.num_envs, np.float32)
+        reward = success = terminated = truncated = nothing
+        metrics = dict.fromkeys(self._metrics, nothing)
         if len(rows):
-            obs, r, te, tr, info = self._env.step(action[rows], rows)
-            # Rows come back in the order in which they were done.
-            rows = info["env_id"]
-            self._obs[rows] = self._convert(obs)
-            reward[rows] = r
-            terminated[rows] = te
-            truncated[rows] = tr & ~te
-            if "success" in info:
-                success[rows] = info["success"]
-            for name in self._metrics:
-                metrics[name][rows] = info[name]
+            obs, *signals, found = self._env.step(action[rows], rows)
+            self._obs = self._merge(self._obs, rows, obs)
+            reward, terminated, truncated = (self._merge(nothing, rows, x) for x in signals)
+            success = self._merge(nothing, rows, found.get("success", self._unknown[rows]))
+            metrics = {name: self._merge(nothing, rows, found[name]) for name in self._metrics}
+        terminated = terminated.astype(bool)
+        truncated = truncated.astype(bool) & ~terminated
         self._return += reward
-        self._steps[rows] += 1
-        ended = terminated | truncated
-        obs = self._observation(look or bool(truncated.any()))
-        episode = {"return": self._return.astype(np.float32), "length": self._steps, "success": success}
-        info = {
-            "final_obs": obs,
-            "episode": {k: self._tensor(v) for k, v in episode.items()},
-            "metrics": {k: self._tensor(v) for k, v in metrics.items()},
-        }
-        if ended.any():
-            again = self._rows[ended]
-            first, _, _, _, after = self._env.step(action[again], again)  # starts the next episode
-            self._obs[after["env_id"]] = self._convert(first)
-            self._return[ended] = 0.0
-            self._steps[ended] = 0
+        self._steps += 1 if active is None else active.cpu().numpy()
+        again = np.flatnonzero(terminated | truncated).astype(np.int32)
+        obs = self._observation(look or bool(np.count_nonzero(truncated)))
+        metrics = {name: self._tensor(x) for name, x in metrics.items()}
+        info = {"final_obs": obs, "episode": self._no_episode, "metrics": metrics}
+        if len(again):
+            episode = {"return": self._return.copy(), "length": self._steps.copy(), "success": success}
+            info["episode"] = {k: self._tensor(v) for k, v in episode.items()}
+            first, *_ = self._env.step(action[again], again)  # starts the next episode
+            self._obs = self._merge(self._obs, again, first)
+            self._return[again] = 0.0
+            self._steps[again] = 0
             obs = self._observation(look)
-        elif not look and "rgb" in obs.keys():
+        elif self._picture and not look:
             obs = self._observation(look)
-        flags = self._tensor(terminated), self._tensor(truncated)
-        return obs, self._tensor(reward), *flags, info
+        return obs, self._tensor(reward), self._tensor(terminated), self._tensor(truncated), info
+
+    def render(self) -> torch.Tensor:
+        return torch.from_numpy(self._env.render(self._rows[: self.render_rows]).copy())
 
     def close(self) -> None:
         self._env.close()

@@ -159,9 +159,12 @@ class Env(SingleEnvs):
         return self._observe(self._envs[i].reset(seed=seed)[0])
 
     def advance(self, i, action):
-        obs, reward, terminated, truncated, info = self._envs[i].step(action)
-        obs = {"state": obs} if self._is_vector else self._observe(obs)  # a call less: this runs for every env and step
-        return obs, reward, terminated, truncated, info
+        return self._envs[i].step(action)
+
+    def gather(self, observed):
+        if self._is_vector:
+            return {"state": observed}
+        return super().gather([self._observe(obs) for obs in observed])
 
     def metric_names(self, info):
         return [name for name in info if name.startswith("reward_")]

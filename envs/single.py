@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from envs import VecEnv, episode_seed
+from envs import VecEnv, episode_seed, tensordict
 
 
 class SingleEnvs(VecEnv):
@@ -26,6 +26,7 @@ class SingleEnvs(VecEnv):
         """After this, a subclass calls `describe`."""
         self.num_envs = num_envs
         self.device = torch.device(device)
+        self._on_cpu = self.device.type == "cpu"
         self.render_rows = min(render, num_envs)
         self._seed = seed
         self._group = [(first_env + i) // group_size for i in range(num_envs)]
@@ -34,8 +35,6 @@ class SingleEnvs(VecEnv):
         self._return = np.zeros(num_envs)
         self._success = np.full(num_envs, np.nan, np.float32)
         self._ended: list[int] = []
-        self._flags = np.zeros((2, num_envs), bool)  # terminated, truncated
-        self._numbers = np.zeros((1, num_envs), np.float32)  # reward, then the metrics
         self._metrics: list[str] | None = None  # known after the first step
         self._pool = None
         self._batch = torch.Size([num_envs])
@@ -71,6 +70,10 @@ class SingleEnvs(VecEnv):
         """
         raise NotImplementedError
 
+    def gather(self, observed: tuple) -> dict[str, list[np.ndarray]]:
+        """The observations that `advance` returned, row by row -> the rows under each name."""
+        return {name: [obs[name] for obs in observed] for name in observed[0]}
+
     def look(self, i: int) -> dict[str, np.ndarray]:
         """Draw the pictures of simulator `i`."""
         return {}
@@ -88,8 +91,7 @@ class SingleEnvs(VecEnv):
         self._unseen[i] = True
 
     def _advance(self, rows: list[int], action: np.ndarray) -> list[tuple]:
-        advance = self.advance
-        return [advance(i, action[i]) for i in rows]
+        return list(map(self.advance, rows, action if len(rows) == self.num_envs else action[rows]))
 
     def _run(self, rows: list[int], action: np.ndarray) -> list[tuple]:
         """Step the simulators of `rows` -> what `advance` returned, row by row."""
@@ -102,22 +104,19 @@ class SingleEnvs(VecEnv):
             results[k::count] = part
         return results
 
-    def _record(self, rows: list[int], results: list[tuple]) -> None:
+    def _record(self, rows: list[int], results: list[tuple], numbers: np.ndarray, flags: np.ndarray) -> None:
         """Write down what a step returned: for all rows at once, which is cheaper than row by row."""
         observed, rewards, terminated, truncated, infos = zip(*results)
         where = slice(None) if len(rows) == self.num_envs else rows
-        for name in observed[0]:
+        for name, values in self.gather(observed).items():
             if name not in self._pictures:
-                self._obs[name][where] = [obs[name] for obs in observed]
+                self._obs[name][where] = values
                 continue
-            for i, obs in zip(rows, observed):  # large: not collected first
-                self._obs[name][i] = obs[name]
-        if self._metrics is None:
-            self._metrics = self.metric_names(infos[0])
-            self._numbers = np.zeros((1 + len(self._metrics), self.num_envs), np.float32)
-        self._numbers[0, where] = rewards
+            for i, picture in zip(rows, values):  # large: not copied twice
+                self._obs[name][i] = picture
+        numbers[0, where] = rewards
         for row, name in enumerate(self._metrics, 1):
-            self._numbers[row, where] = [info.get(name, 0.0) for info in infos]
+            numbers[row, where] = [info.get(name, 0.0) for info in infos]
         self._return[where] += rewards
         self._steps[where] += 1
         late = self._steps >= self.max_episode_steps
@@ -126,7 +125,7 @@ class SingleEnvs(VecEnv):
         for i, failed, cut, info in zip(rows, terminated, truncated, infos):
             if failed or cut or late[i]:
                 self._ended.append(i)
-                self._flags[0 if failed else 1, i] = True
+                flags[0 if failed else 1, i] = True
                 self._success[i] = info.get("success", info.get("is_success", np.nan))
 
     def _choose_pool(self) -> None:
@@ -160,12 +159,13 @@ class SingleEnvs(VecEnv):
             self._unseen[i] = False
 
     def _observation(self, look: bool = True) -> TensorDict:
-        parts = {k: self._tensor(x) for k, x in self._obs.items() if look or k not in self._pictures}
-        return TensorDict(parts, batch_size=self._batch)
+        # CRUCIAL: copies, because the next step writes into the same buffers.
+        parts = {k: self._tensor(x.copy()) for k, x in self._obs.items() if look or k not in self._pictures}
+        return tensordict(parts, self._batch)
 
     def _tensor(self, x: np.ndarray) -> torch.Tensor:
-        x = torch.from_numpy(x.copy())  # the buffers are used again
-        return x if self.device.type == "cpu" else x.to(self.device)
+        x = torch.from_numpy(x)
+        return x if self._on_cpu else x.to(self.device)
 
     def reset(self, episode: int = 0) -> TensorDict:
         self._episode = [episode] * self.num_envs
@@ -185,21 +185,24 @@ class SingleEnvs(VecEnv):
         rows = range(self.num_envs)
         if active is not None:
             rows = np.flatnonzero(active.cpu().numpy()).tolist()
-            self._numbers.fill(0.0)
-        self._flags.fill(False)
         self._ended.clear()
         results = self._run(rows, action)
+        if self._metrics is None and results:
+            self._metrics = self.metric_names(results[0][4])
+        # New ones for every step: what a step returns is never written to again.
+        numbers = np.zeros((1 + len(self._metrics or []), self.num_envs), np.float32)  # reward, then the metrics
+        flags = np.zeros((2, self.num_envs), bool)  # terminated, truncated
         if results:
-            self._record(rows, results)
+            self._record(rows, results, numbers, flags)
         look_at_final = look
         if self._draws:
             self._unseen[rows] = True
-            self._draw(self._flags[1] | look)
+            self._draw(flags[1] | look)
         if self._pictures and not look:
-            look_at_final = bool(self._flags[1].any())
+            look_at_final = bool(flags[1].any())
         obs = self._observation(look_at_final)
-        reward, *metrics = self._tensor(self._numbers).unbind()
-        terminated, truncated = self._tensor(self._flags).unbind()
+        reward, *metrics = map(self._tensor, numbers)
+        terminated, truncated = map(self._tensor, flags)
         info = {"final_obs": obs, "episode": self._no_episode, "metrics": dict(zip(self._metrics or [], metrics))}
         if self._ended:
             info["episode"] = self._episode_statistics()
@@ -207,12 +210,13 @@ class SingleEnvs(VecEnv):
                 self._episode[i] += 1
                 self._start(i)
             if self._draws and look:
-                self._draw(self._flags.any(0))
+                self._draw(flags.any(0))
             obs = self._observation(look)
         return obs, reward, terminated, truncated, info
 
     def _episode_statistics(self) -> dict[str, torch.Tensor]:
-        numbers = {"return": self._return.astype(np.float32), "length": self._steps, "success": self._success}
+        numbers = {"return": self._return.astype(np.float32)}
+        numbers |= {"length": self._steps.copy(), "success": self._success.copy()}
         return {k: self._tensor(v) for k, v in numbers.items()}
 
     def clock_state(self) -> dict:

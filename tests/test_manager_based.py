@@ -77,6 +77,17 @@ def test_groups_become_state_and_privileged():
     assert env.max_episode_steps == 6 and env.single_action_space.shape == (2,)
 
 
+def test_pictures_are_left_out_where_nobody_looks():
+    env = Env()
+    groups = env._sim.groups()
+    camera = torch.rand(4, 3, 8, 6)
+    env._sim.groups = lambda: groups | {"camera": camera}
+    assert "rgb" not in env.step(torch.ones(4, 2), look=False)[0]
+    obs = env.step(torch.ones(4, 2))[0]
+    assert obs["rgb"].shape == (4, 8, 6, 3) and obs["rgb"].dtype == torch.uint8
+    assert obs["rgb"][1, 2, 3, 0] == int((camera[1, 0, 2, 3] * 255).round())
+
+
 def test_the_generator_of_the_actions_is_left_alone():
     """Without this, every evaluation would make training sample the same actions again."""
     env = Env()

@@ -124,6 +124,24 @@ def test_the_command(tmp_path, capsys):
     assert "closest are Tabletop" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"expert": True}, "CartPole has no expert"),
+        ({"steps": -4}, "--steps must be at least 1"),
+        ({"num_envs": 1}, "--num-envs must be at least 2"),
+        ({"video": "clip.mp4"}, "ends in .gif"),
+        ({"video": "/proc/nowhere/clip.gif"}, "--video /proc/nowhere/clip.gif"),
+        ({"env_options": ("max_episode_steps=-3",)}, "no max_episode_steps -3"),
+        ({"env_options": ("max_episode_steps=few",)}, "no max_episode_steps 'few'"),
+    ],
+)
+def test_the_command_refuses_in_one_line(arguments, words, capsys):
+    assert main(Args("CartPole", **arguments)) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("error: ") and words in line
+
+
 @pytest.mark.parametrize("name", ["repeatable_starts", "starts_by_index"])
 def test_groups_are_refused_where_starts_cannot_be_shared(name, monkeypatch):
     module = importlib.import_module("envs.push_cube")
@@ -272,6 +290,37 @@ def test_envpool_loses_no_step():
         assert truncated.all() == (step % 5 == 0) and reward.all()
         if truncated.all():
             assert info["episode"]["length"].tolist() == [5, 5]
+
+
+@ENVPOOL
+def test_envpool_steps_some_rows_as_it_steps_all():
+    every, some = (envs.make("envpool/HalfCheetah-v5", 3, seed=1) for _ in range(2))
+    first = some.reset()
+    assert torch.equal(every.reset()["state"], first["state"])
+    action = torch.full((3, 6), 0.5)
+    obs, reward, _, _, info = every.step(action)
+    active = torch.tensor([True, False, True])
+    held, held_reward, terminated, truncated, held_info = some.step(action, active)
+    assert torch.equal(held["state"][active], obs["state"][active])
+    assert torch.equal(held["state"][1], first["state"][1])
+    assert torch.equal(held_reward, reward * active) and not (terminated | truncated).any()
+    for name, x in info["metrics"].items():
+        assert torch.equal(held_info["metrics"][name], x * active)
+
+
+@ENVPOOL
+def test_envpool_draws_atari_and_refuses_by_name():
+    env = envs.make("envpool/Pong-v5", 3, seed=1, render=2)
+    env.reset()
+    picture = env.render()
+    assert picture.shape == (2, 210, 160, 3) and picture.dtype == torch.uint8 and picture.float().std() > 10
+    for env_id, options, words in (
+        ("envpool/HalfCheetah-v5", {"render": 1}, "cannot be drawn"),
+        ("envpool/HalfCheetah-v5", {"batch_size": 1}, "no option 'batch_size': it has .*frame_skip"),
+        ("envpool/HalfCheeta-v5", {}, "closest are HalfCheetah-v5"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            envs.make(env_id, 2, **options)
 
 
 # ---- metaworld/
