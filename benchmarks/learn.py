@@ -73,6 +73,13 @@ RUNS = {
         "eval/success_rate",
     ),
     "vla": ("python ppo_vla_async.py --eval-interval 10000", 3, "eval/success_rate"),
+    "vla_success": (
+        "python ppo_vla_async.py --reward success --action-chunk 4 --bc-updates 300 --num-envs 256 --num-minibatches 4 "
+        "--update-epochs 1 --value-warmup 8 --gamma 0.98 --gae-lambda 0.95 --vf-coef 5 --total-timesteps 1000000 "
+        "--torch-threads 1 --eval-interval 50000",
+        2,
+        "eval/success_rate",
+    ),
     "vla_sync": ("python ppo_vla_async.py --max-staleness 0 --eval-interval 10000", 1, "eval/success_rate"),
 }
 
