@@ -2294,7 +2294,10 @@ def main(args: Args) -> None:
             if args.anneal_lr:
                 decay = 1.0 - 0.9 * min(progress.global_step / args.total_timesteps, 1.0)
             progress.learning_rate = args.learning_rate * decay
-            optimizer.param_groups[0]["lr"] = progress.learning_rate
+            warming_up = progress.iteration <= args.value_warmup and not grouped
+            # The policy stays, but Adam learns how large its gradients are: the first step of a fresh Adam moves every
+            # weight by the whole learning rate.
+            optimizer.param_groups[0]["lr"] = 0.0 if warming_up else progress.learning_rate
             optimizer.param_groups[1]["lr"] = args.value_learning_rate * decay
 
             # ---- Rollout: the thread's next one, judged by the weights that this update starts from
@@ -2361,9 +2364,6 @@ def main(args: Args) -> None:
                             # when they hold different numbers.
                             accelerator.backward(counts * loss / (sum(on_ranks) / world))
                         epoch_losses += counts * part_losses
-                    if progress.iteration <= args.value_warmup and not grouped:
-                        for p in policy:  # not trained yet, and nothing for Adam to remember
-                            p.grad = None
                     norm = accelerator.clip_grad_norm_(parameters, args.max_grad_norm)
                     # CRUCIAL: after the all-reduce a NaN is on every rank, and the fused Adam skips its
                     # step where this is 1: on all of them together, and without a host sync.

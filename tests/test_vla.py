@@ -251,7 +251,9 @@ def test_the_value_head_warms_up_alone(tmp_path):
     saved = checkpoint(newest(tmp_path / "run"))
     for k, v in base.items():
         assert torch.equal(v, saved[f"model.model.{k}"]), k
-    assert len(saved["trainer"]["optimizer"]["state"]) == 4  # Adam remembers the head and nothing else
+    # Adam knows how large the gradients of the policy are: its first step is no leap.
+    squares = [x["exp_avg_sq"].amax() for x in saved["trainer"]["optimizer"]["state"].values()]
+    assert len(squares) > 4 and min(squares) > 0
 
 
 def test_demonstrations_of_chunks_end_with_the_episode(folders):
