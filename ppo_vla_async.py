@@ -361,6 +361,13 @@ def read_json(path: str, name: str) -> dict:
     return json.loads(file.read_text()) if file else {}
 
 
+GEMMA_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256, "num_hidden_layers": 18}
+GEMMA_SIZES = {  # what lerobot's names mean
+    "gemma_2b": GEMMA_HEADS | {"hidden_size": 2048, "intermediate_size": 16384},
+    "gemma_300m": GEMMA_HEADS | {"hidden_size": 1024, "intermediate_size": 4096},
+}
+
+
 def read_config(path: str):
     """The model's configuration; lerobot's of PI0 names sizes of its own and no class."""
     own = read_json(path, "config.json")
@@ -384,14 +391,6 @@ def read_config(path: str):
     for name in ("chunk_size", "max_state_dim", "max_action_dim", "min_period", "max_period"):
         setattr(config, name, own.get(name, getattr(config, name)))
     return config
-
-
-GEMMA_SIZES = {
-    "gemma_2b": {"hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18},
-    "gemma_300m": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 18},
-}
-for sizes in GEMMA_SIZES.values():
-    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256}
 
 
 class PlainProcessor(Qwen2_5_VLProcessor):
@@ -562,46 +561,49 @@ class Statistics(nn.Module):
         write(folder / "norm_stats.json", json.dumps({"norm_stats": found}))
 
 
-def read_statistics(path: str, file: str, key: str) -> dict[str, tuple]:
-    """-> state and action, each as (shift, scale); empty if there are none.
-
-    Read are norm_stats.json (openpi, tandem), policy_preprocessor.json with its safetensors, stats.json of a data set
-    (lerobot), dataset_statistics.json (OpenVLA) and the processor of transformers' PI0.
-    """
+def find_tables(path: str, file: str) -> tuple[dict, dict]:
+    """Tables of numbers by feature, as others write them, and how each kind of feature is normalised."""
     modes = {"STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
     modes |= read_json(path, "config.json").get("normalization_mapping", {})
     if file:
         tables = json.loads(Path(file).read_text())
-    else:
-        tables = read_json(path, "norm_stats.json") or read_json(path, "dataset_statistics.json")
-        tables = tables or read_json(path, "meta/stats.json") or read_json(path, "stats.json")
-    for step in read_json(path, "policy_preprocessor.json").get("steps", []):
-        if not tables and step.get("registry_name") == "normalizer_processor" and "state_file" in step:
-            modes |= step.get("config", {}).get("norm_map", {})
+        return tables.get("norm_stats", tables), modes
+    # Of openpi and tandem, of OpenVLA, of a data set of lerobot's
+    for name in ("norm_stats.json", "dataset_statistics.json", "meta/stats.json", "stats.json"):
+        tables = read_json(path, name)
+        if tables:
+            return tables.get("norm_stats", tables), modes
+    for step in read_json(path, "policy_preprocessor.json").get("steps", []):  # of a policy of lerobot's
+        if step.get("registry_name") == "normalizer_processor" and "state_file" in step:
             for name, x in load_file(find_file(path, step["state_file"])).items():
                 feature, _, number = name.rpartition(".")
                 tables.setdefault(feature, {})[number] = x.tolist()
-    own = read_json(path, "processor_config.json")
-    if not tables and own.get("state_mean"):
+            return tables, modes | step.get("config", {}).get("norm_map", {})
+    own = read_json(path, "processor_config.json")  # of transformers' PI0Processor
+    if own.get("state_mean"):
         tables["state"] = {"mean": own["state_mean"], "std": own["state_std"]}
         tables["action"] = {"mean": own["actions_mean"], "std": own["actions_std"]}
-    tables = tables.get("norm_stats", tables)
+    return tables, modes
+
+
+def read_statistics(path: str, file: str, key: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """-> state and action, each as (shift, scale); empty if there are none."""
+    tables, modes = find_tables(path, file)
     names = {"state": ("observation.state", "state", "proprio"), "action": ("action", "actions")}
-    if tables and not any(name in tables for name in names["action"]):  # OpenVLA's: one table per data set
+    if tables and not any(name in tables for name in names["action"]):  # OpenVLA's: tables for each data set
+        choice = f"set --unnorm-key to one of {', '.join(tables)}"
         if not key and len(tables) > 1:
-            raise ValueError(
-                f"it has the statistics of several data sets: set --unnorm-key to one of {', '.join(tables)}"
-            )
+            raise ValueError(f"it has the statistics of several data sets: {choice}")
         key = key or next(iter(tables))
         if key not in tables:
-            raise ValueError(f"it has no statistics of {key}: set --unnorm-key to one of {', '.join(tables)}")
+            raise ValueError(f"it has no statistics of {key}: {choice}")
         tables = tables[key]
         modes = {"STATE": "QUANTILES", "ACTION": "QUANTILES"}
     found = {}
     for name, theirs in names.items():
-        numbers = next((tables[x] for x in theirs if x in tables), None)
-        if numbers is not None:
-            found[name] = shift_and_scale(numbers, modes[name.upper()])
+        for table in theirs:
+            if table in tables:
+                found[name] = shift_and_scale(tables[table], modes[name.upper()])
     if tables and "action" not in found:
         raise ValueError("its statistics are not of state and action")
     return found
@@ -748,7 +750,8 @@ class TokenAgent(nn.Module):
             image_processor.do_image_splitting = False
             image_processor.do_resize = False
         height, width, _ = env.single_observation_space[self.camera].shape
-        side = math.sqrt(settings.get("crop", 1.0))  # of the picture's area, its middle
+        self.crop = settings.get("crop", 1.0)  # part of the picture's area that is looked at, its middle
+        side = math.sqrt(self.crop)
         self.top = round(height * (1.0 - side) / 2)
         self.left = round(width * (1.0 - side) / 2)
         height -= 2 * self.top
@@ -957,7 +960,7 @@ class TokenAgent(nn.Module):
         self.model.save_pretrained(folder)
         self.processor.save_pretrained(folder)
         actions = {"token_ids": self.bins.tolist(), "centres": self.centres.tolist(), "chunk": self.chunk}
-        actions |= {"temperature": self.temperature, "prompt": self.prompt}
+        actions |= {"temperature": self.temperature, "prompt": self.prompt, "crop": self.crop}
         write(folder / "actions.json", json.dumps(actions))
         self.statistics.save(folder)
         save_file(self.value_head.state_dict(), folder / "value_head.safetensors")

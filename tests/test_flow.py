@@ -456,6 +456,12 @@ def test_openvlas_tokens(tmp_path):
     assert (sharper < entropy).all()
     agent.check(obs[:2], None)
     assert torch.equal(agent.tokens(agent.actions(drawn)), drawn.clamp(max=254))
+    agent.temperature = 1.6
+    agent.save(tmp_path / "policy")
+    again = TokenAgent(env, str(tmp_path / "policy"), Args()).eval()
+    with torch.no_grad():
+        assert torch.equal(again(again.see(obs), drawn)[1], agent(seen, drawn)[1])
+    assert torch.equal(again.actions(drawn), agent.actions(drawn))
 
 
 # ---- Whole runs
