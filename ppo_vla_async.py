@@ -78,7 +78,6 @@ VERSIONS = {name: version(name) for name in PACKAGES}
 MAX_SKIPPED = 8  # updates in a row with NaN gradients before the run gives up
 M_TRIM_THRESHOLD = -1  # of glibc's malloc.h
 M_MMAP_THRESHOLD = -3
-NOISE_DRAWS = 4  # in cloning a flow policy: draws of noise and time for each look at a picture
 HALF = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # what autocast casts to
 
 
@@ -126,6 +125,7 @@ class Args:
     bc_updates: int = 200  # updates of behaviour cloning before PPO (0: the model is tuned already)
     bc_episodes: int = 512  # demonstrations to clone
     bc_batch: int = 64  # demonstrated steps in an update of each process
+    bc_draws: int = 4  # flow policies: draws of noise and time for each of them
     bc_learning_rate: float = 1e-3  # learning rate of cloning
 
     # Algorithm
@@ -164,7 +164,7 @@ class Args:
 POSITIVE = """
     num_envs total_timesteps num_chunks learning_rate value_learning_rate num_minibatches update_epochs
     gradient_accumulation behaviour_weight_cap clip_coef clip_coef_high max_grad_norm noise_std
-    bc_episodes bc_batch bc_learning_rate keep_checkpoints timeout
+    bc_episodes bc_batch bc_draws bc_learning_rate keep_checkpoints timeout
 """.split()
 NATURAL = """
     eval_interval eval_episodes save_interval check_interval ent_coef vf_coef target_kl bc_updates
@@ -979,6 +979,7 @@ class FlowAgent(nn.Module):
             raise ValueError("it is a flow policy, whose actions are no tokens: leave out --action-bins")
         self.chunk, self.executed = choose_chunk(args, config.chunk_size)
         self.steps = args.denoise_steps or config.num_inference_steps
+        self.draws = args.bc_draws
         self.size = env.single_action_space.shape[0]
         self.cameras = choose_cameras(args, env)
         widths = {"action": self.size}
@@ -1125,7 +1126,7 @@ class FlowAgent(nn.Module):
         """The flow-matching loss [N], of several draws of noise and time on one look."""
         config = self.whole.config
         target = pad_to(self.statistics.normalise("action", target), config.max_action_dim)
-        target = target.repeat_interleave(NOISE_DRAWS, 0)
+        target = target.repeat_interleave(self.draws, 0)
         alpha = torch.tensor(config.time_sampling_beta_alpha)
         beta = torch.tensor(config.time_sampling_beta_beta)
         time = torch.distributions.Beta(alpha, beta).sample((len(target),)).to(target.device)
@@ -1134,7 +1135,7 @@ class FlowAgent(nn.Module):
         noisy = noise + (1.0 - time[:, None, None]) * (target - noise)
         velocity = self._velocity(obs, noisy, time, cache, mask)
         loss = (velocity - (noise - target))[..., : self.size].square().mean((1, 2))
-        return loss.unflatten(0, (-1, NOISE_DRAWS)).mean(1)
+        return loss.unflatten(0, (-1, self.draws)).mean(1)
 
     @torch.no_grad()
     def check(self, obs: TensorDict, half: torch.dtype | None) -> None:

@@ -74,6 +74,13 @@ RUNS = {
     ),
     "vla": ("python ppo_vla_async.py --eval-interval 10000", 3, "eval/success_rate"),
     "vla_pi0": ("python ppo_vla_async.py --model-path tiny-pi0 --eval-interval 10000", 3, "eval/success_rate"),
+    "vla_pi0_success": (
+        "python ppo_vla_async.py --model-path tiny-pi0 --reward success --num-envs 256 --num-chunks 8 "
+        "--num-minibatches 4 --update-epochs 1 --value-warmup 4 --gamma 0.98 --gae-lambda 0.95 --vf-coef 5 "
+        "--no-anneal-lr --max-staleness 0 --torch-threads 1 --total-timesteps 260000 --eval-interval 20000",
+        2,
+        "eval/success_rate",
+    ),
     "vla_success": (
         "python ppo_vla_async.py --reward success --action-chunk 4 --bc-updates 300 --num-envs 256 --num-minibatches 4 "
         "--update-epochs 1 --value-warmup 8 --gamma 0.98 --gae-lambda 0.95 --vf-coef 5 --total-timesteps 600000 "

@@ -181,13 +181,13 @@ def test_cloning_is_the_flow_loss_of_the_model(folder):
     loss, _ = agent(seen, target=target)
     torch.manual_seed(3)
     config = agent.model.config
-    count = 6 * vla.NOISE_DRAWS
+    count = 6 * agent.draws
     time = torch.distributions.Beta(torch.tensor(1.5), torch.tensor(1.0)).sample((count,)) * 0.999 + 0.001
     actions = vla.pad_to((target - torch.tensor([0.0, 0.1])) / torch.tensor([0.4, 0.6]), 8)
-    actions = actions.repeat_interleave(vla.NOISE_DRAWS, 0)
+    actions = actions.repeat_interleave(agent.draws, 0)
     noise = torch.randn_like(actions)
     config.loss_reduction = "none"
-    many = seen[torch.arange(6).repeat_interleave(vla.NOISE_DRAWS)]
+    many = seen[torch.arange(6).repeat_interleave(agent.draws)]
     expected = agent.model(
         state=agent._state(many),
         noise=noise,
@@ -198,7 +198,7 @@ def test_cloning_is_the_flow_loss_of_the_model(folder):
         pixel_values=agent.pictures_rgb(many["rgb"])[:, None],
         pixel_attention_mask=torch.ones(count, 1, dtype=torch.bool),
     ).loss[..., :2]
-    expected = expected.mean((1, 2)).unflatten(0, (6, vla.NOISE_DRAWS)).mean(1)
+    expected = expected.mean((1, 2)).unflatten(0, (6, agent.draws)).mean(1)
     torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
 
 
