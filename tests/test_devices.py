@@ -345,6 +345,31 @@ def test_the_vla_policy(folder, changes):
     same_on_both(function, ROUNDING)
 
 
+@pytest.mark.parametrize("changes", [{}, {"action_chunk": 3, "execute": 2, "learn_noise": True}], ids=str)
+def test_the_flow_policy(tmp_path, changes):
+    """Chain, score, gradients and cloning of PI0."""
+    vla.make_tiny(tmp_path / "model", 1, "tiny-pi0", changes.get("action_chunk", 1))
+
+    def function(device):
+        env = envs.make("Tabletop", 3, device=device, seed=1)
+        torch.manual_seed(1)
+        agent = vla.FlowAgent(env, str(tmp_path / "model"), small_vla(tmp_path, **changes)).to(device)
+        seen = agent.see(env.reset())
+        with torch.no_grad():
+            best = agent(seen, deterministic=True)
+            drawn = agent(seen, generator=torch.Generator(device).manual_seed(1))
+        # Noise differs from device to device: score the same chain.
+        chain = torch.linspace(-1.0, 1.0, drawn[0].numel()).view(drawn[0].shape).to(device)
+        scored = agent(seen, chain)
+        sum(x.sum() for x in scored[1:]).backward()
+        gradients = [p.grad for p in agent.parameters() if p.grad is not None]
+        loss, _ = agent(seen, target=agent.actions(best[0])[:, :1].expand(-1, agent.chunk, -1))
+        assert drawn[0].device.type == loss.device.type == torch.device(device).type
+        return [seen, best, scored, gradients, agent.actions(best[0])]
+
+    same_on_both(function, ROUNDING)
+
+
 def test_the_check_of_a_model_runs_where_the_env_is(folder):
     env = envs.make("Tabletop", 2, device=DEVICE, seed=1)
     accelerator = vla.launch(small_vla(folder))
