@@ -140,7 +140,7 @@ def test_config_files_load(file):
 BAD = {
     "--env-id nonsense": "unknown env id 'nonsense': give one of CartPole, PushCube",
     "--env-id gym/Nonsense-v5": "Nonsense",
-    "--env-id Tabletop": "use ppo_vla_async.py",
+    "--env-id Tabletop": "use ppo_lstm_ddp.py",
     "--num-envs 0": "--num-envs must be greater than 0, not 0",
     "--num-steps -3": "--num-steps must be greater than 0, not -3",
     "--total-timesteps 0": "--total-timesteps must be greater than 0",
