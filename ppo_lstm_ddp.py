@@ -535,11 +535,10 @@ def bootstrap_memory(agent: nn.Module, values, ends, final_obs: list[TensorDict 
     """
     final_values = values * ends
     if final_obs[0] is not None:
-        when, who = ends.nonzero(as_tuple=True)
-        steps = when.tolist()  # the host syncs of a rollout
-        if steps:
+        when, who = ends.cpu().nonzero(as_tuple=True)  # the one host sync of a rollout
+        if len(when):
             # Only these rows, as pictures are large.
-            obs = torch.cat([final_obs[t][who[when == t]] for t in sorted(set(steps))])
+            obs = torch.cat([final_obs[t][who[when == t].to(ends.device)] for t in when.unique().tolist()])
             # CRUCIAL: the memory before it is reset, which belongs to the episode that ended.
             known, _ = agent.step(agent.see(obs), memories[when, who])
             final_values[when, who] = agent.value(known)
