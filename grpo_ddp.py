@@ -1054,7 +1054,7 @@ def main(args: Args) -> None:
     options = {"compile": True} if args.compile and args.env_id in envs.EMBEDDED else {}
     env, eval_env = make_envs(args, accelerator, group_size=args.group_size, **options)
     if "rgb" in env.single_observation_space.keys():
-        fail(f"{args.env_id} has image observations, which this script does not support: use ppo_lstm_ddp.py")
+        fail(f"{args.env_id} has image observations, which this script does not support: use ppo_vla_async.py")
     if args.episodes_per_env > 1 and not env.equal_restarts:
         fail(f"{args.env_id} starts a group alike at a reset only: leave --episodes-per-env at 1")
     torch.manual_seed(args.seed)  # the same weights on every rank
