@@ -21,6 +21,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 QUICK = "--total-timesteps 4096 --num-envs 8 --num-steps 32 --eval-episodes 4".split()
 SHORT = {  # what makes a documented command of each script quick
     "ppo_ddp.py": QUICK,
+    "ppo_lstm_ddp.py": QUICK,
     "grpo_ddp.py": "--total-timesteps 2048 --num-envs 8 --group-size 4 --eval-episodes 4".split(),
     "ppo_vla_async.py": (
         "--total-timesteps 32 --num-envs 4 --num-chunks 4 --num-minibatches 2 --update-epochs 1 --bc-updates 2 "
@@ -241,7 +242,7 @@ def test_bf16_and_compile_run(tmp_path):
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-@pytest.mark.parametrize("name", ["ppo_ddp.py", "grpo_ddp.py"])
+@pytest.mark.parametrize("name", ["ppo_ddp.py", "ppo_lstm_ddp.py", "grpo_ddp.py"])
 def test_compile_without_a_compiler_is_answered_in_one_line(tmp_path, name, nproc):
     """At once and on all ranks, before there is a folder; also where CXX names what does not exist."""
     extra = {"PATH": str(Path(sys.executable).parent)} if nproc == 1 else {"CXX": "/nowhere/g++"}
