@@ -535,10 +535,12 @@ def bootstrap_memory(agent: nn.Module, values, ends, final_obs: list[TensorDict 
     """
     final_values = values * ends
     if final_obs[0] is not None:
-        when, who = ends.cpu().nonzero(as_tuple=True)  # the one host sync of a rollout
+        on_host = ends.cpu()  # the one host sync of a rollout
+        when, who = on_host.nonzero(as_tuple=True)
         if len(when):
-            # Only these rows, as pictures are large.
-            obs = torch.cat([final_obs[t][who[when == t].to(ends.device)] for t in when.unique().tolist()])
+            rows = enumerate(who.split(on_host.sum(1).tolist()))  # only these, as pictures are large
+            obs = torch.cat([final_obs[t][n.to(ends.device, non_blocking=True)] for t, n in rows if len(n)])
+            when, who = (x.to(ends.device, non_blocking=True) for x in (when, who))
             # CRUCIAL: the memory before it is reset, which belongs to the episode that ended.
             known, _ = agent.step(agent.see(obs), memories[when, who])
             final_values[when, who] = agent.value(known)
