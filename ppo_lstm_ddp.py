@@ -359,7 +359,10 @@ class Eye(nn.Module):
 
     def forward(self, rgb: torch.Tensor) -> torch.Tensor:
         # Pictures lie in memory as convolutions like it best (channels-last), so this turns them without a copy.
-        return self.layers(rgb.permute(0, 3, 1, 2) / 255.0)
+        x = rgb.permute(0, 3, 1, 2) / 255.0
+        # Each by its own mean and deviation: a ball of two pixels counts for nothing beside a background that is not 0.
+        var, mean = torch.var_mean(x, (2, 3), keepdim=True)
+        return self.layers((x - mean) * (var + 1e-4).rsqrt())
 
 
 class Agent(nn.Module):

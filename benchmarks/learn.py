@@ -29,7 +29,7 @@ CHEETAH = (
 )
 PONG = (
     f"{LSTM} --env-id envpool/Pong-v5 --env-options gray_scale=true --num-envs 16 --num-steps 64 --num-minibatches 4 "
-    "--memory-size 128 --learning-rate 7e-4 --gamma 0.99 --ent-coef 0.01 --eval-episodes 2 --total-timesteps 1000000"
+    "--memory-size 128 --learning-rate 7e-4 --gamma 0.99 --ent-coef 0.01 --eval-episodes 2 --total-timesteps 700000"
 )
 # name: command, seeds, what is plotted
 RUNS = {
