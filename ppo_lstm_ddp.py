@@ -1,6 +1,6 @@
 """PPO that sees and remembers: pictures, words and an LSTM or GRU, in processes that all collect and learn (DD-PPO).
 
-    python ppo_lstm_ddp.py                                      # one process: a word to be remembered, in minutes
+    python ppo_lstm_ddp.py                                      # one process: a word to be remembered, in seconds
     python ppo_lstm_ddp.py --memory none                        # the same without memory: no better than chance
     python ppo_lstm_ddp.py --env-id Tabletop                   # by sight
     torchrun --standalone --nproc_per_node 2 ppo_lstm_ddp.py    # two processes, one per GPU where there are GPUs
@@ -83,7 +83,7 @@ class Args:
     num_envs: int = 128  # parallel envs of each process
 
     # Algorithm
-    total_timesteps: int = 500_000  # env steps over all processes
+    total_timesteps: int = 200_000  # env steps over all processes
     num_steps: int = 32  # steps of each env in one rollout
     learning_rate: float = 1e-3  # initial learning rate of Adam
     lr_schedule: Literal["constant", "linear", "adaptive"] = "linear"  # linear: to zero; adaptive: by --desired-kl
