@@ -2,7 +2,7 @@
 
     python ppo_lstm_ddp.py                                      # one process: a word to be remembered, in seconds
     python ppo_lstm_ddp.py --memory none                        # the same without memory: no better than chance
-    python ppo_lstm_ddp.py --env-id Tabletop                   # by sight
+    python ppo_lstm_ddp.py --env-id Tabletop                    # by sight
     torchrun --standalone --nproc_per_node 2 ppo_lstm_ddp.py    # two processes, one per GPU where there are GPUs
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d --rdzv_endpoint HOST:29400 ppo_lstm_ddp.py
     python ppo_lstm_ddp.py --resume runs/NAME                   # resume a run, with the same options

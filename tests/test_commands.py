@@ -242,7 +242,7 @@ def test_bf16_and_compile_run(tmp_path):
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-@pytest.mark.parametrize("name", ["ppo_ddp.py", "ppo_lstm_ddp.py", "grpo_ddp.py"])
+@pytest.mark.parametrize("name", ["ppo_ddp.py", "grpo_ddp.py"])
 def test_compile_without_a_compiler_is_answered_in_one_line(tmp_path, name, nproc):
     """At once and on all ranks, before there is a folder; also where CXX names what does not exist."""
     extra = {"PATH": str(Path(sys.executable).parent)} if nproc == 1 else {"CXX": "/nowhere/g++"}
