@@ -1311,7 +1311,7 @@ def main(args: Args) -> None:
             returns = advantages + values
 
         # ---- Exchange what all ranks must know of each other
-        mine = {"samples": dones.numel(), "sequences": args.num_envs, "broken": ~finite, "stop": bool(run.signals)}
+        mine = {"samples": dones.numel(), "envs": args.num_envs, "broken": ~finite, "stop": bool(run.signals)}
         mine["advantages"] = sum_and_square(advantages)
         mine["returns"] = sum_and_square(returns)
         mine["episodes"] = episode_sums(dones, {k: torch.stack([e[k] for e in episodes]) for k in episodes[0]})
@@ -1340,8 +1340,8 @@ def main(args: Args) -> None:
         batch |= {"advantage": advantages, "returns": returns}
         batch = TensorDict(batch, dones.shape).reshape(-1)
         # Minibatches are of envs, with all of their steps; ranks that were cut short have fewer of these.
-        steps_of = (ranks["samples"] / ranks["sequences"])[:, 0].long().tolist()
-        sizes = split_sizes(ranks["sequences"][:, 0].long(), args.num_minibatches)
+        steps_of = (ranks["samples"] / ranks["envs"])[:, 0].long().tolist()
+        sizes = split_sizes(ranks["envs"][:, 0].long(), args.num_minibatches)
         sequences = cut(dones.cpu())
         losses = torch.zeros(len(LOSSES), dtype=torch.float64, device=device)
         norms = []
