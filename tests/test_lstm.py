@@ -16,10 +16,7 @@ from conftest import Process, run, script, workers
 from tensordict import TensorDict
 from test_distributed import assert_same_bits
 from test_distributed import worker as any_worker
-from test_ppo import (
-    compiled_and_eager,
-    made,  # noqa: F401
-)
+from test_ppo import made  # noqa: F401
 from test_resume import assert_same, checkpoint, cut_back, newest, ranks, scores, wait_for
 
 import envs
@@ -473,14 +470,6 @@ def test_discrete_actions_and_bf16(tmp_path, fresh_accelerate):
         assert saved["rank_0"]["memory"].dtype == torch.float32
         summary = json.loads((tmp_path / name / "summary.json").read_text())
         assert summary["losses/skipped_updates"] == 0 and summary["losses/approx_kl"] < 0.5
-
-
-def test_compiled_once_it_does_the_same(tmp_path, monkeypatch):
-    """Two graphs of the learner, with the memory between them; one to act with a step of it; two of the env."""
-    args = {"num_envs": 8, "num_steps": 20, "num_minibatches": 2, "update_epochs": 1, "save_interval": 1}
-    args |= {"total_timesteps": 4 * 8 * 20, "eval_episodes": 2, "output_dir": str(tmp_path), "keep_checkpoints": 100}
-    graphs = compiled_and_eager(ppo_lstm_ddp, tmp_path, monkeypatch, args, breaks="wrap RNN, GRU, or LSTM")
-    assert graphs == 5
 
 
 def test_what_is_told_once_is_remembered(tmp_path):
