@@ -52,6 +52,7 @@ import envs
 
 EVAL_SEED = 2**31 - 1  # of evaluation: always the same episodes, which training never sees
 VERSIONS = {name: version(name) for name in ("torch", "accelerate", "tensordict", "gymnasium")}
+MODEL_ARGS = ("env_id", "hidden_size", "norm_obs")  # what the weights depend on
 MAX_SKIPPED = 8  # updates in a row with NaN gradients before the run gives up
 M_TRIM_THRESHOLD = -1  # of glibc's malloc.h
 M_MMAP_THRESHOLD = -3
@@ -769,7 +770,7 @@ def load_best(path: str, accelerator: Accelerator) -> Checkpoint:
 
 
 def load_model(agent: nn.Module, checkpoint: Checkpoint, args: Args) -> None:
-    for name in ("env_id", "hidden_size", "norm_obs"):  # what the weights depend on
+    for name in MODEL_ARGS:
         old = checkpoint.about["args"].get(name)
         new = getattr(args, name)
         if old != new:

@@ -17,6 +17,20 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 TWO = "torchrun --standalone --nproc_per_node 2"
 WARM = "python ppo_ddp.py --total-timesteps 50000"  # a policy that succeeds in about every fifth episode
+LSTM = "python ppo_lstm_ddp.py"
+PIXELS = f"{LSTM} --total-timesteps 120000 --learning-rate 5e-4 --eval-interval 12000"
+PENDULUM = (
+    f"{LSTM} --env-id gym/InvertedPendulum-v5 --env-options observe=0:2 --num-envs 8 --num-steps 128 "
+    "--num-minibatches 4 --gamma 0.99 --total-timesteps 150000 --eval-interval 15000"
+)
+CHEETAH = (
+    f"{LSTM} --env-id gym/HalfCheetah-v5 --env-options observe=0:8 --num-envs 8 --num-steps 256 --num-minibatches 8 "
+    "--update-epochs 10 --learning-rate 3e-4 --gamma 0.99 --norm-reward --init-logstd 0 --total-timesteps 500000"
+)
+PONG = (
+    f"{LSTM} --env-id envpool/Pong-v5 --env-options gray_scale=true --num-envs 16 --num-steps 64 --num-minibatches 4 "
+    "--memory-size 128 --learning-rate 7e-4 --gamma 0.99 --ent-coef 0.01 --eval-episodes 2 --total-timesteps 500000"
+)
 # name: command, seeds, what is plotted
 RUNS = {
     "pushcube": ("python ppo_ddp.py --eval-interval 25000", 5, "eval/success_rate"),
@@ -29,6 +43,18 @@ RUNS = {
     ),
     "cartpole": ("python ppo_ddp.py --env-id CartPole --eval-interval 25000", 3, "eval/success_rate"),
     "cartpole_2ranks": (f"{TWO} ppo_ddp.py --env-id CartPole --eval-interval 25000", 3, "eval/success_rate"),
+    "lstm_memory": (f"{LSTM} --eval-interval 10000", 3, "eval/success_rate"),
+    "lstm_memory_gru": (f"{LSTM} --memory gru --eval-interval 10000", 3, "eval/success_rate"),
+    "lstm_memory_none": (f"{LSTM} --memory none --eval-interval 10000", 3, "eval/success_rate"),
+    "lstm_memory_2ranks": (f"{TWO} ppo_lstm_ddp.py --eval-interval 10000", 3, "eval/success_rate"),
+    "lstm_pixels": (f"{PIXELS} --env-id Tabletop", 3, "eval/success_rate"),
+    "lstm_pixels_none": (f"{PIXELS} --env-id Tabletop --memory none", 1, "eval/success_rate"),
+    "lstm_pixels_memory": (f"{PIXELS} --env-options camera=wrist", 3, "eval/success_rate"),
+    "lstm_pendulum": (PENDULUM, 3, "eval/episodic_return"),
+    "lstm_pendulum_none": (f"{PENDULUM} --memory none", 3, "eval/episodic_return"),
+    "lstm_cheetah": (CHEETAH, 3, "charts/episodic_return"),
+    "lstm_cheetah_none": (f"{CHEETAH} --memory none", 3, "charts/episodic_return"),
+    "lstm_pong": (PONG, 1, "charts/episodic_return"),
     "grpo_pushcube": ("python grpo_ddp.py --eval-interval 50000", 5, "eval/success_rate"),
     "grpo_pushcube_2ranks": (f"{TWO} grpo_ddp.py --num-envs 128 --eval-interval 50000", 3, "eval/success_rate"),
     "grpo_pushcube_long": (

@@ -36,7 +36,12 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-EMBEDDED = {"CartPole": "cartpole", "PushCube": "push_cube", "Tabletop": "tabletop"}
+EMBEDDED = {
+    "CartPole": "cartpole",
+    "PushCube": "push_cube",
+    "Tabletop": "tabletop",
+    "TabletopMemory": "tabletop_memory",
+}
 # What is before the slash is also the name of the file. -> an example, what to install
 BACKENDS = {
     "gym": ("gym/HalfCheetah-v5", "pip install 'gymnasium[mujoco]'"),

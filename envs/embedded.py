@@ -52,6 +52,7 @@ class EmbeddedEnv(VecEnv):
         boxes = {k: gym.spaces.Box(-float("inf"), float("inf"), v.shape[1:]) for k, v in sample.items()}
         if "rgb" in sample:
             boxes["rgb"] = gym.spaces.Box(0, 255, sample["rgb"].shape[1:], dtype="uint8")
+        if "instruction" in sample:
             boxes["instruction"] = gym.spaces.Discrete(len(self.instructions))
         self.single_observation_space = gym.spaces.Dict(boxes)
 

@@ -5,8 +5,9 @@ Observations: a Box, a Discrete (one-hot), or a Dict of them, nested or not, suc
   over the three channels.
 - Everything else is flattened into `state`, in the order of the keys of the Dict space.
 
-Options: `max_episode_steps`, and the arguments of the env, such as `ctrl_cost_weight=0.2`. Gymnasium's MuJoCo envs can
-save and restore their state bit for bit.
+Options: `max_episode_steps`, and the arguments of the env, such as `ctrl_cost_weight=0.2`. With `observe=0:8` only
+these entries are in `state`: of HalfCheetah the positions without the velocities. Gymnasium's MuJoCo envs can save and
+restore their state bit for bit.
 """
 
 import importlib
@@ -64,7 +65,9 @@ def make_one(name: str, **options):
             raise
         parameters = inspect.signature(load_env_creator(gym.spec(name).entry_point)).parameters.values()
         known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        raise ValueError(f"gym/{name}: {error}; its options are {', '.join(['max_episode_steps', *known])}") from error
+        raise ValueError(
+            f"gym/{name}: {error}; its options are {', '.join(['max_episode_steps', 'observe', *known])}"
+        ) from error
     except ModuleNotFoundError as error:
         raise ValueError(f"gym/{name} needs the package {error.name}, which is not installed") from error
     except Exception as error:
@@ -109,11 +112,33 @@ def split(space: gym.Space, path: tuple[str, ...] = ()) -> list[Part]:
     return [Part(path, space)]
 
 
+def select(text: str, size: int) -> slice:
+    """`0:8` -> the entries of a state that are observed."""
+    try:
+        first, last = (int(number) for number in text.split(":"))
+    except (AttributeError, ValueError):
+        first, last = 0, 0
+    if not 0 <= first < last <= size:
+        raise ValueError(f"observe={text} is no part of the {size} entries of state: give observe=0:{size}")
+    return slice(first, last)
+
+
 class Env(SingleEnvs):
     checks_options = True  # the arguments of the env are known to Gymnasium alone
 
     def __init__(
-        self, name, num_envs, *, device, seed, first_env, group_size, max_episode_steps=None, render=0, **options
+        self,
+        name,
+        num_envs,
+        *,
+        device,
+        seed,
+        first_env,
+        group_size,
+        max_episode_steps=None,
+        observe=None,
+        render=0,
+        **options,
     ):
         super().__init__(num_envs, device=device, seed=seed, first_env=first_env, group_size=group_size, render=render)
         quiet_mujoco()
@@ -129,10 +154,15 @@ class Env(SingleEnvs):
             pictures = [part for part in parts if part.picture]
             self._named = [("rgb" if len(pictures) == 1 else "_".join(["rgb", *p.path]), p) for p in pictures]
             space = env.observation_space
-            self._is_vector = isinstance(space, Box) and len(space.shape) == 1
+            self._is_vector = isinstance(space, Box) and len(space.shape) == 1 and observe is None
+            self._observed = slice(None)
             spaces = {}
+            size = sum(part.size for part in self._vectors)
+            if observe is not None:
+                self._observed = select(observe, size)
+                size = self._observed.stop - self._observed.start
             if self._vectors:
-                spaces["state"] = Box(-np.inf, np.inf, (sum(part.size for part in self._vectors),))
+                spaces["state"] = Box(-np.inf, np.inf, (size,))
             spaces |= {key: Box(0, 255, part.shape, np.uint8) for key, part in self._named}
             if not (max_episode_steps or limit):
                 hint = "register it with max_episode_steps, or give the option max_episode_steps=1000"
@@ -152,7 +182,7 @@ class Env(SingleEnvs):
             return {"state": obs}
         parts = {key: part.take(obs) for key, part in self._named}
         if self._vectors:
-            parts["state"] = np.concatenate([part.take(obs) for part in self._vectors])
+            parts["state"] = np.concatenate([part.take(obs) for part in self._vectors])[self._observed]
         return parts
 
     def start(self, i, seed):

@@ -6,7 +6,8 @@ picture and the instruction; the action is a step in the plane. The episode ends
 progress towards that block in metres.
 
 The camera rides on the effector (`camera="wrist"`), so the picture shows where things are as seen from the hand; with
-`camera="fixed"` it hangs above the table and sees the effector as a white disc: much harder to learn from.
+`camera="fixed"` it hangs above the table and sees the effector as a white disc: much harder to learn from. With
+`camera=None` there is no picture: `state` tells where the blocks are as seen from the hand, in the order of COLOURS.
 
 All instructions have the same number of letters and end with the colour: nothing but the word tells the task.
 """
@@ -41,8 +42,8 @@ class Env(EmbeddedEnv):
     instructions = [f"reach the block that is {name}" for name in COLOURS]
 
     def __init__(self, *args, device, camera="wrist", **options):
-        if camera not in ("wrist", "fixed"):
-            raise ValueError(f"Tabletop has a wrist and a fixed camera, not {camera!r}")
+        if camera not in ("wrist", "fixed", None):
+            raise ValueError(f"Tabletop has a wrist and a fixed camera, or none, not {camera!r}")
         self.camera = camera
         self._orders = torch.tensor(list(permutations(range(len(COLOURS)))), device=device)
         palette = [(0.5, 0.5, 0.5), *COLOURS.values(), (0.2, 0.2, 0.2), (1.0, 1.0, 1.0)]  # table, blocks, beyond, hand
@@ -90,10 +91,13 @@ class Env(EmbeddedEnv):
         return self._palette[paint.long()]
 
     def observe(self, state):
-        return {"state": state["effector"], "instruction": state["task"]}
+        seen = state["effector"]
+        if self.camera is None:
+            seen = torch.cat([seen, (state["blocks"] - seen[:, None]).flatten(1)], 1)
+        return {"state": seen, "instruction": state["task"]}
 
     def look(self, state):
-        return {"rgb": self._picture(state)}
+        return {"rgb": self._picture(state)} if self.camera else {}
 
     def render(self):
         rows = {k: v[: self.render_rows] for k, v in self._state.items()}

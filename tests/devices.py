@@ -191,6 +191,33 @@ def unwrap(x):
     return x
 
 
+def lstm_cell(inputs, hidden, cell, bias=None, other_bias=None):
+    """torch has the cells of an LSTM in one operation everywhere but on a CPU -> output, cell, and the four gates."""
+    gates = inputs + hidden
+    if bias is not None:
+        gates = gates + bias + other_bias
+    i, f, g, o = gates.chunk(4, 1)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    after = f * cell + i * g
+    return o * after.tanh(), after, torch.cat([i, f, g, o], 1)
+
+
+def lstm_cell_backward(grad_out, grad_after, cell, after, gates, has_bias):
+    i, f, g, o = gates.chunk(4, 1)
+    grad_out = torch.zeros_like(after) if grad_out is None else grad_out
+    grad_after = torch.zeros_like(after) if grad_after is None else grad_after
+    total = grad_after + grad_out * o * (1 - after.tanh().square())
+    parts = [total * g * i * (1 - i), total * cell * f * (1 - f), total * i * (1 - g.square())]
+    grad = torch.cat([*parts, grad_out * after.tanh() * o * (1 - o)], 1)
+    return grad, total * f, grad.sum(0) if has_bias else None
+
+
+IN_PLACE_OF = {
+    aten._thnn_fused_lstm_cell.default: lstm_cell,
+    aten._thnn_fused_lstm_cell_backward_impl.default: lstm_cell_backward,
+}
+
+
 def compute(func, args, kwargs):
     """Any operation with a tensor of the device, or one that makes such a tensor."""
     note(func, args, kwargs)
@@ -202,7 +229,7 @@ def compute(func, args, kwargs):
     target = kwargs.get("device")
     if target is not None:
         inner["device"] = "cpu"
-    out = func(*[unwrap(x) for x in args], **inner)
+    out = IN_PLACE_OF.get(func, func)(*[unwrap(x) for x in args], **inner)
     if target is not None and torch.device(target).type == "cpu":
         return out
     if isinstance(out, torch.Tensor):

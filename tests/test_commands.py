@@ -21,6 +21,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 QUICK = "--total-timesteps 4096 --num-envs 8 --num-steps 32 --eval-episodes 4".split()
 SHORT = {  # what makes a documented command of each script quick
     "ppo_ddp.py": QUICK,
+    "ppo_lstm_ddp.py": QUICK,
     "grpo_ddp.py": "--total-timesteps 2048 --num-envs 8 --group-size 4 --eval-episodes 4".split(),
     "ppo_vla_async.py": (
         "--total-timesteps 32 --num-envs 4 --num-chunks 4 --num-minibatches 2 --update-epochs 1 --bc-updates 2 "
@@ -140,7 +141,7 @@ def test_config_files_load(file):
 BAD = {
     "--env-id nonsense": "unknown env id 'nonsense': give one of CartPole, PushCube",
     "--env-id gym/Nonsense-v5": "Nonsense",
-    "--env-id Tabletop": "use ppo_vla_async.py",
+    "--env-id Tabletop": "use ppo_lstm_ddp.py",
     "--num-envs 0": "--num-envs must be greater than 0, not 0",
     "--num-steps -3": "--num-steps must be greater than 0, not -3",
     "--total-timesteps 0": "--total-timesteps must be greater than 0",

@@ -21,12 +21,13 @@ from torch.utils._pytree import tree_leaves, tree_structure
 import envs
 import grpo_ddp
 import ppo_ddp
+import ppo_lstm_ddp
 import ppo_vla_async as vla
 from envs import cartpole, push_cube, tabletop
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
-SCRIPTS = {"ppo_ddp": ppo_ddp, "grpo_ddp": grpo_ddp, "ppo_vla_async": vla}
+SCRIPTS = {"ppo_ddp": ppo_ddp, "ppo_lstm_ddp": ppo_lstm_ddp, "grpo_ddp": grpo_ddp, "ppo_vla_async": vla}
 CPU = torch.device("cpu")
 ROUNDING = 1e-5  # the CPU has layers of its own, which sum in another order
 
@@ -205,7 +206,7 @@ def test_autograd_views_and_generators_equal_the_cpu():
 # ---- Embedded envs
 
 
-@pytest.mark.parametrize("env_id", ["PushCube", "CartPole", "Tabletop"])
+@pytest.mark.parametrize("env_id", ["PushCube", "CartPole", "Tabletop", "TabletopMemory"])
 def test_embedded_envs(env_id):
     def function(device):
         env = envs.make(env_id, 4, device=device, seed=3, render=2)
@@ -225,7 +226,7 @@ def test_embedded_envs(env_id):
     same_on_both(function)
 
 
-@pytest.mark.parametrize("env_id", ["PushCube", "CartPole", "Tabletop"])
+@pytest.mark.parametrize("env_id", ["PushCube", "CartPole", "Tabletop", "TabletopMemory"])
 def test_a_step_of_an_embedded_env_does_not_wait(env_id):
     env = envs.make(env_id, 4, device=DEVICE, seed=3)
     env.reset()
@@ -394,11 +395,17 @@ def test_collecting(folder, changes):
 
 SIZES = {
     "ppo_ddp": {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "update_epochs": 2},
+    "ppo_lstm_ddp": {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "update_epochs": 2},
     "grpo_ddp": {"num_envs": 4, "group_size": 2, "num_minibatches": 2, "update_epochs": 2},
     "ppo_vla_async": {"num_envs": 4, "num_chunks": 2, "num_minibatches": 2, "update_epochs": 1, "bc_updates": 1,
                       "bc_episodes": 2, "bc_batch": 2, "max_staleness": 0, "value_warmup": 0},
 }  # fmt: skip
-STEPS = {"ppo_ddp": 32, "grpo_ddp": 24, "ppo_vla_async": 8}  # env steps of an iteration of these sizes
+STEPS = {
+    "ppo_ddp": 32,
+    "ppo_lstm_ddp": 32,
+    "grpo_ddp": 24,
+    "ppo_vla_async": 8,
+}  # env steps of an iteration of these sizes
 
 
 def train(name: str, device: torch.device, folder: Path, monkeypatch, **changes) -> None:
@@ -421,6 +428,7 @@ def train(name: str, device: torch.device, folder: Path, monkeypatch, **changes)
 
 EVERYTHING = {
     "ppo_ddp": {"norm_reward": True, "lr_schedule": "adaptive", "target_kl": 1.0, "clip_vloss": True},
+    "ppo_lstm_ddp": {"norm_reward": True, "env_options": ("camera=wrist", "max_episode_steps=3")},
     "grpo_ddp": {"kl_coef": 0.1, "scale": True, "lr_schedule": "adaptive", "target_kl": 1.0},
     "ppo_vla_async": {"target_kl": 10.0, "gradient_accumulation": 2},
 }
@@ -436,7 +444,8 @@ def test_a_whole_run_on_the_device_equals_one_on_the_cpu(folder, monkeypatch, ca
         train(name, device, folder, monkeypatch, total_timesteps=STEPS[name], **run)
         train(name, device, folder, monkeypatch, total_timesteps=2 * STEPS[name], resume="auto", **run)
         capsys.readouterr()
-        train(name, device, folder, monkeypatch, evaluate=True, checkpoint=str(folder / run["run_name"]))
+        same = {"env_options": options.get("env_options", ())}
+        train(name, device, folder, monkeypatch, evaluate=True, checkpoint=str(folder / run["run_name"]), **same)
         said.append(capsys.readouterr().out.split(": ")[1])
     assert said[0] == said[1]
     here, there = (folder / f"{name}_{device.type}" for device in (CPU, DEVICE))
@@ -444,7 +453,7 @@ def test_a_whole_run_on_the_device_equals_one_on_the_cpu(folder, monkeypatch, ca
     one, two = scores(here), scores(there)
     for run in (one, two):
         run.pop("charts/memory_gb", None)
-    tolerance = ROUNDING if name == "ppo_vla_async" else 0.0
+    tolerance = ROUNDING if name in ("ppo_vla_async", "ppo_lstm_ddp") else 0.0
     assert_near(one, two, tolerance)
     assert_near(checkpoint(newest(here)), checkpoint(newest(there)), tolerance)
 
@@ -462,7 +471,7 @@ def count(name: str, device: torch.device, folder: Path, monkeypatch, steps: int
     monkeypatch.setattr(push_cube.Env, "max_episode_steps", steps if name == "grpo_ddp" else 2)
     monkeypatch.setattr(tabletop.Env, "max_episode_steps", 2)
     changes = {"num_minibatches": num_minibatches, "total_timesteps": ITERATIONS * NUM_ENVS * steps}
-    if name == "ppo_ddp":
+    if name in ("ppo_ddp", "ppo_lstm_ddp"):
         changes |= {"num_steps": steps}
     if name == "ppo_vla_async":  # the thread is one iteration ahead, and what it has collected is learned from
         changes |= {"num_chunks": steps, "max_staleness": 1, "total_timesteps": NUM_ENVS * steps, "bc_updates": 0}
@@ -495,7 +504,7 @@ def test_no_minibatch_waits(counted, monkeypatch, name):
 
 
 @pytest.mark.parametrize("device", [CPU, DEVICE], ids=str)
-@pytest.mark.parametrize(("name", "allowed"), [("ppo_ddp", 0), ("grpo_ddp", 1)])
+@pytest.mark.parametrize(("name", "allowed"), [("ppo_ddp", 0), ("ppo_lstm_ddp", 0), ("grpo_ddp", 1)])
 def test_how_often_a_step_waits(counted, monkeypatch, name, allowed, device):
     """GRPO looks after every step whether an episode still runs; PPO needs no look."""
     few, many = (counted(name, device, monkeypatch, steps, 2) for steps in ROLLOUTS)

@@ -9,7 +9,7 @@ import torch
 
 import envs
 
-EMBEDDED = ["CartPole", "PushCube", "Tabletop"]
+EMBEDDED = ["CartPole", "PushCube", "Tabletop", "TabletopMemory"]
 GYM = ["gym/Reacher-v5", "gym/InvertedPendulum-v5", "gym/HalfCheetah-v5", "gym/CartPole-v1"]
 
 

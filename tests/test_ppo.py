@@ -17,7 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import envs
 import grpo_ddp
 import ppo_ddp
+import ppo_lstm_ddp
 from ppo_ddp import LOSSES, Agent, Args, RunningMoments, checksum, compute_gae, evaluate, ppo_loss
+
+SCRIPTS = [ppo_ddp, ppo_lstm_ddp, grpo_ddp]
 
 
 def slow_gae(rewards, values, next_value, terminated, truncated, final_values, gamma, lam):
@@ -403,7 +406,7 @@ def test_reward_scaling_is_part_of_the_model(tmp_path, monkeypatch, made):
     assert agents[0].state_dict()["return_moments.count"] == 256
 
 
-@pytest.mark.parametrize("script", [ppo_ddp, grpo_ddp], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.__name__)
 def test_layers_such_as_dropout_are_at_rest_but_in_the_update(tmp_path, monkeypatch, script):
     """A fork that adds dropout must not have it in rollouts and evaluations."""
     seen = []
@@ -420,7 +423,7 @@ def test_layers_such_as_dropout_are_at_rest_but_in_the_update(tmp_path, monkeypa
     assert {False} == {training for grad, training in seen if not grad}
 
 
-@pytest.mark.parametrize("script", [ppo_ddp, grpo_ddp], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.__name__)
 def test_the_first_ratio_of_an_update_is_one(tmp_path, script):
     """In every iteration: the observations are normalised in the update as they were in the rollout."""
     sizes = {"output_dir": str(tmp_path), "run_name": "a", "num_envs": 8, "eval_episodes": 4}
@@ -600,11 +603,11 @@ def live_bytes() -> int:
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
-@pytest.mark.parametrize("script", [ppo_ddp, grpo_ddp], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.__name__)
 def test_memory_is_flat_over_the_iterations(tmp_path, monkeypatch, script):
     """Nothing of a rollout is left when the next one is over, and the process does not grow."""
-    steps = {"ppo_ddp": 8 * 8, "grpo_ddp": 8 * 20}[script.__name__]
-    settings = {"num_steps": 8} if script is ppo_ddp else {"group_size": 4, "env_options": ("max_episode_steps=20",)}
+    steps = 8 * 20 if script is grpo_ddp else 8 * 8
+    settings = {"group_size": 4, "env_options": ("max_episode_steps=20",)} if script is grpo_ddp else {"num_steps": 8}
     settings |= {"output_dir": str(tmp_path), "num_envs": 8, "num_minibatches": 1, "update_epochs": 1}
     log, tensors, resident = script.Run.log, [], []
 

@@ -373,12 +373,12 @@ def wait_for(condition, timeout=60):
     return result
 
 
-def ranks(process: Process) -> dict[int, psutil.Process]:
+def ranks(process: Process, name: str = "ppo_ddp.py") -> dict[int, psutil.Process]:
     """The processes of a launch that run the script, by rank."""
     found = {}
     for child in psutil.Process(process.pid).children(recursive=True):
         try:
-            if "ppo_ddp.py" in " ".join(child.cmdline()):
+            if name in child.cmdline():
                 found[int(child.environ().get("RANK", -1))] = child
         except psutil.Error:
             pass

@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 from conftest import ROOT
 
-SCRIPTS = [name for name in ("ppo_ddp", "grpo_ddp", "ppo_vla_async") if (ROOT / f"{name}.py").exists()]
+SCRIPTS = [name for name in ("ppo_ddp", "ppo_lstm_ddp", "grpo_ddp", "ppo_vla_async") if (ROOT / f"{name}.py").exists()]
 OWN = {"Args", "Agent", "Learner", "main"}
 OWN_ARGS = {"advantage"}  # which kinds there are is what makes the algorithm
 pytestmark = pytest.mark.smoke

@@ -106,7 +106,7 @@ def test_a_right_env_passes():
     assert not checked(partial(Wrong, "none")).broken
 
 
-@pytest.mark.parametrize("env_id", ["PushCube", "CartPole", "Tabletop", "gym/HalfCheetah-v5", "gym/CartPole-v1"])
+@pytest.mark.parametrize("env_id", ["PushCube", "CartPole", "Tabletop", "TabletopMemory", "gym/HalfCheetah-v5"])
 def test_envs_that_need_no_simulator_keep_the_contract(env_id):
     checker = checked(partial(envs.make, env_id))
     assert not checker.broken, checker.broken

@@ -42,6 +42,7 @@ def run(name: str, case: str, output: str, changes: dict) -> None:
     # The class that the script makes: torch wraps the step of that one, and would keep another job's.
     optimizer = torch.optim.AdamW if name == "ppo_vla_async" else torch.optim.Adam
     loss_fn, step, save = getattr(script, loss_name), optimizer.step, torch.save
+    learn = script.Learner.forward if name == "ppo_lstm_ddp" else None
 
     def recording_init(self, *a, **k):
         init(self, *a, **k)
@@ -54,6 +55,12 @@ def run(name: str, case: str, output: str, changes: dict) -> None:
         if torch.is_grad_enabled() and action is not None and case == "gradient":
             record["batches"].append({"seen": seen.clone(), "action": action.clone()})
         return forward(self, seen, action, *rest, **named)
+
+    def recording_learner(self, **minibatch):
+        result = learn(self, **minibatch)
+        if case == "gradient":
+            record["batches"][-1] |= {k: x.clone() for k, x in minibatch.items()}
+        return result
 
     def recording_loss(*inputs):
         loss, logged = loss_fn(*inputs)
@@ -132,8 +139,11 @@ def run(name: str, case: str, output: str, changes: dict) -> None:
         patch(script, loss_name, recording_loss)
         patch(optimizer, "step", recording_step)
         patch(script.envs, "make", recording_make)
-        if case in ("gradient", "shared") and hasattr(script, "check_batch"):
-            patch(script, "check_batch", lambda args: None)  # sizes that no user may ask for
+        if learn:
+            patch(script.Learner, "forward", recording_learner)
+        for check in ("check_batch", "check_sequences"):
+            if case in ("gradient", "shared") and hasattr(script, check):
+                patch(script, check, lambda args: None)  # sizes that no user may ask for
         if case == "shared":
             patch(torch, "randn_like", shared_noise)
         if case == "disk_of_rank_1":
