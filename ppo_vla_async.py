@@ -1036,7 +1036,8 @@ class FlowAgent(nn.Module):
         """-> drawn, log-probability, entropy, value of whole chunks. The single entry point.
 
         What is drawn is a chain [N, steps + 1, chunk, width]: noise first, normalised actions last, with what the
-        model has beyond the env's actions. A given one is scored, all steps in one pass.
+        model has beyond the env's actions. A given one is scored, all steps in one pass. `deterministic`: the ODE,
+        with no noise but the one that it starts from.
         With the actions of a demonstration as `target` [N, chunk, size]: -> the loss of cloning, value.
         """
         cache, mask, hidden = self._read_prefix(obs)
@@ -1096,8 +1097,6 @@ class FlowAgent(nn.Module):
         config = self.whole.config
         like = {"device": mask.device, "generator": generator}
         x = torch.randn(len(obs), self.chunk, config.max_action_dim, **like)
-        if deterministic:
-            x = torch.zeros_like(x)
         chain = [x]
         means = []
         for step, now in enumerate(self._times(x)):
@@ -1585,11 +1584,12 @@ def evaluate_policy(
     obs = env.reset(0 if env.separate_evaluation else EVAL_SEED)
     active = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     sums = torch.zeros(4, dtype=torch.float64, device=env.device)
+    generator = torch.Generator(env.device).manual_seed(EVAL_SEED)  # of where a flow policy's chains start
     frames = []
     while active.any():
         shown = obs[active]
         shown["instruction"] = (shown["instruction"] + shift) % len(env.instructions)
-        drawn = [agent(agent.see(part), deterministic=True)[0] for part in shown.split(batch)]
+        drawn = [agent(agent.see(part), None, True, generator)[0] for part in shown.split(batch)]
         actions = torch.zeros(env.num_envs, agent.executed, agent.size, device=env.device)
         actions[active] = agent.actions(torch.cat(drawn))
         for number, action in enumerate(actions.unbind(1), 1):

@@ -357,9 +357,8 @@ def test_the_flow_policy(tmp_path, changes):
         agent = vla.FlowAgent(env, str(tmp_path / "model"), small_vla(tmp_path, **changes)).to(device)
         seen = agent.see(env.reset())
         with torch.no_grad():
-            best = agent(seen, deterministic=True)
             drawn = agent(seen, generator=torch.Generator(device).manual_seed(1))
-        # Noise differs from device to device: score the same chain.
+            best = agent(seen, None, True, torch.Generator(device).manual_seed(1))
         chain = torch.linspace(-1.0, 1.0, drawn[0].numel()).view(drawn[0].shape).to(device)
         scored = agent(seen, chain)
         sum(x.sum() for x in scored[1:]).backward()
