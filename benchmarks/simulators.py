@@ -313,7 +313,7 @@ def run_groups(simulator: Simulator, venv: Path, folder: Path) -> dict:
     program, script, *rest = words(command, venv)
     done = subprocess.run([program, script, *options, *rest], cwd=ROOT, capture_output=True, text=True)
     said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-    result["said"] = said[-1] if said else ""
+    result["said"] = said[-1].replace(f"{folder}/", "") if said else ""
     print(result["said"])
     as_it_should = (done.returncode != 0) == bool(simulator.refused) and simulator.refused in result["said"]
     return result | {"refused": done.returncode != 0, "exit_code": int(not as_it_should)}
