@@ -78,6 +78,7 @@ VERSIONS = {name: version(name) for name in PACKAGES}
 MAX_SKIPPED = 8  # updates in a row with NaN gradients before the run gives up
 M_TRIM_THRESHOLD = -1  # of glibc's malloc.h
 M_MMAP_THRESHOLD = -3
+MAX_LISTED = 10  # instructions whose success is logged one by one
 NOISE_DRAWS = 8  # in cloning a flow policy: draws of noise and time for each look at a picture
 HALF = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # what autocast casts to
 
@@ -1581,6 +1582,8 @@ def evaluate_policy(
     obs = env.reset(0 if env.separate_evaluation else EVAL_SEED)
     active = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     sums = torch.zeros(4, dtype=torch.float64, device=env.device)
+    told = obs["instruction"]
+    success = torch.zeros(env.num_envs, dtype=torch.float64, device=env.device)
     frames = []
     while active.any():
         shown = obs[active]
@@ -1598,11 +1601,20 @@ def evaluate_policy(
             obs, _, terminated, truncated, info = env.step(action, active, look=number == agent.executed)
             ended = (terminated | truncated) & active
             sums += episode_sums(ended, info["episode"])
+            success = torch.where(ended, info["episode"]["success"].double(), success)
             active = active & ~ended
     if frames:
         save_video([frame for frame in frames for _ in range(4)], video)  # slowly: episodes are short
+    asked = nn.functional.one_hot(told, len(env.instructions)).double()  # [N, instructions]
+    sums = torch.cat([sums, asked.sum(0), success @ asked])
     totals = accelerator.reduce(sums, "sum").tolist()
-    return episode_means("eval", totals) | {"eval/episodes": totals[0]}
+    scores = episode_means("eval", totals[:4]) | {"eval/episodes": totals[0]}
+    counts, successes = np.split(np.array(totals[4:]), 2)
+    if 1 < len(env.instructions) <= MAX_LISTED and "eval/success_rate" in scores:
+        for name, count, successful in zip(env.instructions, counts, successes):
+            if count:
+                scores[f"eval/success_rate/{name}"] = successful / count
+    return scores
 
 
 def label(env: envs.VecEnv, obs: TensorDict) -> torch.Tensor:
@@ -2246,6 +2258,9 @@ def main(args: Args) -> None:
             options = envs.options(args.env_options)
             demo_env = envs.make(args.env_id, at_once, device=device, seed=DEMO_SEED, **options)
         demo_obs, demo_actions = demonstrate(agent, demo_env, args.bc_episodes)
+        if demo_env is not env:
+            demo_env.close()
+            del demo_env  # a simulator's envs take gigabytes
         if not agent.statistics.known:
             agent.statistics.fit("action", demo_actions[:, 0])
             if "state" in agent.statistics.names:
@@ -2425,7 +2440,10 @@ def main(args: Args) -> None:
                         collector.obs = env.reset(episode=progress.iteration)
                 if finished:
                     misled = evaluate_policy(agent, eval_env, accelerator, None, args.num_envs, shift=1)
-                    log["eval/success_rate_wrong_instruction"] = misled.get("eval/success_rate", math.nan)
+                    misled.setdefault("eval/success_rate", math.nan)
+                    for name, score in misled.items():
+                        if name.startswith("eval/success_rate"):
+                            log[name.replace("success_rate", "success_rate_wrong_instruction")] = score
                 trainer = {"optimizer": optimizer.optimizer.state_dict(), "frozen": frozen}
                 local = {"env": env.state_dict(), "generator": generator.get_state()}
                 local["obs"] = dict(collector.obs.items())
