@@ -13,6 +13,7 @@ Docs: docs/ppo_vla_async.md
 
 import copy
 import ctypes
+import gc
 import hashlib
 import json
 import math
@@ -106,6 +107,7 @@ class Args:
     num_envs: int = 64  # parallel envs of each process
     group_size: int = 8  # envs that start alike: their episodes are compared with one another
     reward: Literal["env", "success"] = "env"  # success: 1 at the end of a success, else 0
+    reward_scale: float = 1.0  # rewards are learned from times this: best where their discounted sum is about 1
 
     # Model
     model_path: str = "tiny"  # hub id or folder of a model that speaks actions, or PI0; tiny, tiny-pi0: small ones
@@ -165,7 +167,7 @@ class Args:
 POSITIVE = """
     num_envs total_timesteps num_chunks learning_rate value_learning_rate num_minibatches update_epochs
     gradient_accumulation behaviour_weight_cap clip_coef clip_coef_high max_grad_norm noise_std
-    bc_episodes bc_batch bc_learning_rate keep_checkpoints timeout
+    bc_episodes bc_batch bc_learning_rate keep_checkpoints timeout reward_scale
 """.split()
 NATURAL = """
     eval_interval eval_episodes save_interval check_interval ent_coef vf_coef target_kl bc_updates
@@ -1279,8 +1281,9 @@ def estimate(agent: Agent, rollout: "Rollout", size: int, args: Args) -> TensorD
     """
     agent.eval()
     data = rollout.data
+    rewards = args.reward_scale * data["reward"]
     if args.advantage == "group":
-        advantages, valid, _ = group_advantages(data["reward"], data["active"], args.group_size, 1.0, False, args.scale)
+        advantages, valid, _ = group_advantages(rewards, data["active"], args.group_size, 1.0, False, args.scale)
         data["advantage"] = advantages
         data["return"] = advantages
         batch = data.reshape(-1)[valid.view(-1).nonzero().squeeze(1)]
@@ -1303,11 +1306,11 @@ def estimate(agent: Agent, rollout: "Rollout", size: int, args: Args) -> TensorD
         final_values = torch.zeros_like(values)
     elif rollout.final_seen is not None:
         final_values[rollout.final_rows] = predict(rollout.final_seen)
-    values = values.view_as(data["reward"])
+    values = values.view_as(rewards)
     # CRUCIAL: k steps lie between a chunk and what follows it, fewer where the episode ended inside.
     discount = args.gamma ** data["steps"]
     data["advantage"] = compute_gae(
-        data["reward"], values, predict(rollout.next_seen), data["terminated"], data["truncated"],
+        rewards, values, predict(rollout.next_seen), data["terminated"], data["truncated"],
         final_values.view_as(values), discount, args.gae_lambda,
     )  # fmt: skip
     data["return"] = data["advantage"] + values
@@ -2260,7 +2263,8 @@ def main(args: Args) -> None:
         demo_obs, demo_actions = demonstrate(agent, demo_env, args.bc_episodes)
         if demo_env is not env:
             demo_env.close()
-            del demo_env  # a simulator's envs take gigabytes
+            del demo_env
+            gc.collect()  # a simulator's envs take gigabytes
         if not agent.statistics.known:
             agent.statistics.fit("action", demo_actions[:, 0])
             if "state" in agent.statistics.names:
