@@ -272,7 +272,5 @@ if __name__ == "__main__":
     runs = lambda: [run(name) for name in sys.argv[2:]]  # noqa: E731
     actions = {"run": runs, "table": table, "plot": plot, "gif": gif, "clip": clip}
     if len(sys.argv) < 2 or sys.argv[1] not in actions or (sys.argv[1] == "run" and not set(sys.argv[2:]) <= set(RUNS)):
-        sys.exit(
-            f"usage: python benchmarks/learn.py run NAME... | table | plot | gif | clip   NAME: {', '.join(RUNS)}"
-        )
+        sys.exit(f"usage: python benchmarks/learn.py run NAME... | table | plot | gif | clip   NAME: {', '.join(RUNS)}")
     actions[sys.argv[1]]()
