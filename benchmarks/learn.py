@@ -260,11 +260,12 @@ def clip() -> None:
         print(vla.show(vla.evaluate_policy(agent, env, Accelerator(cpu=True), file, tasks)))
         video = Image.open(file)
         frames = []
-        for frame in range(0, video.n_frames, 2):
+        for frame in range(0, video.n_frames, 4):
             video.seek(frame)
-            frames.append(video.convert("RGB").quantize(48, dither=Image.Dither.NONE))
+            picture = video.convert("RGB").resize((video.width * 3 // 4, video.height * 3 // 4))
+            frames.append(picture.quantize(32, dither=Image.Dither.NONE))
     target = ROOT / "docs" / "images" / "vla_metaworld.gif"
-    frames[0].save(target, save_all=True, append_images=frames[1:], duration=100, loop=0)
+    frames[0].save(target, save_all=True, append_images=frames[1:], duration=200, loop=0)
     print(f"{target.name}: {len(frames)} frames, {target.stat().st_size / 1000:.0f} kB")
 
 
