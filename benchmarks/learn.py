@@ -262,7 +262,7 @@ def clip() -> None:
         frames = []
         for frame in range(0, video.n_frames, 4):
             video.seek(frame)
-            picture = video.convert("RGB").resize((video.width * 3 // 4, video.height * 3 // 4))
+            picture = video.convert("RGB").resize((video.width * 2 // 3, video.height * 2 // 3))
             frames.append(picture.quantize(32, dither=Image.Dither.NONE))
     target = ROOT / "docs" / "images" / "vla_metaworld.gif"
     frames[0].save(target, save_all=True, append_images=frames[1:], duration=200, loop=0)
