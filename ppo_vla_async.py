@@ -13,6 +13,7 @@ Docs: docs/ppo_vla_async.md
 
 import copy
 import ctypes
+import gc
 import hashlib
 import json
 import math
@@ -78,6 +79,7 @@ VERSIONS = {name: version(name) for name in PACKAGES}
 MAX_SKIPPED = 8  # updates in a row with NaN gradients before the run gives up
 M_TRIM_THRESHOLD = -1  # of glibc's malloc.h
 M_MMAP_THRESHOLD = -3
+MAX_LISTED = 10  # instructions whose success is logged one by one
 HALF = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # what autocast casts to
 
 
@@ -104,6 +106,7 @@ class Args:
     num_envs: int = 64  # parallel envs of each process
     group_size: int = 8  # envs that start alike: their episodes are compared with one another
     reward: Literal["env", "success"] = "env"  # success: 1 at the end of a success, else 0
+    reward_scale: float = 1.0  # rewards are learned from times this: best where their discounted sum is about 1
 
     # Model
     model_path: str = "tiny"  # hub id or folder of a model that speaks actions, or PI0; tiny, tiny-pi0: small ones
@@ -164,7 +167,7 @@ class Args:
 POSITIVE = """
     num_envs total_timesteps num_chunks learning_rate value_learning_rate num_minibatches update_epochs
     gradient_accumulation behaviour_weight_cap clip_coef clip_coef_high max_grad_norm noise_std
-    bc_episodes bc_batch bc_draws bc_learning_rate keep_checkpoints timeout
+    bc_episodes bc_batch bc_draws bc_learning_rate keep_checkpoints timeout reward_scale
 """.split()
 NATURAL = """
     eval_interval eval_episodes save_interval check_interval ent_coef vf_coef target_kl bc_updates
@@ -1281,8 +1284,9 @@ def estimate(agent: Agent, rollout: "Rollout", size: int, args: Args) -> TensorD
     """
     agent.eval()
     data = rollout.data
+    rewards = args.reward_scale * data["reward"]
     if args.advantage == "group":
-        advantages, valid, _ = group_advantages(data["reward"], data["active"], args.group_size, 1.0, False, args.scale)
+        advantages, valid, _ = group_advantages(rewards, data["active"], args.group_size, 1.0, False, args.scale)
         data["advantage"] = advantages
         data["return"] = advantages
         batch = data.reshape(-1)[valid.view(-1).nonzero().squeeze(1)]
@@ -1305,11 +1309,11 @@ def estimate(agent: Agent, rollout: "Rollout", size: int, args: Args) -> TensorD
         final_values = torch.zeros_like(values)
     elif rollout.final_seen is not None:
         final_values[rollout.final_rows] = predict(rollout.final_seen)
-    values = values.view_as(data["reward"])
+    values = values.view_as(rewards)
     # CRUCIAL: k steps lie between a chunk and what follows it, fewer where the episode ended inside.
     discount = args.gamma ** data["steps"]
     data["advantage"] = compute_gae(
-        data["reward"], values, predict(rollout.next_seen), data["terminated"], data["truncated"],
+        rewards, values, predict(rollout.next_seen), data["terminated"], data["truncated"],
         final_values.view_as(values), discount, args.gae_lambda,
     )  # fmt: skip
     data["return"] = data["advantage"] + values
@@ -1585,6 +1589,8 @@ def evaluate_policy(
     active = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     sums = torch.zeros(4, dtype=torch.float64, device=env.device)
     generator = torch.Generator(env.device).manual_seed(EVAL_SEED)  # of where a flow policy's chains start
+    told = obs["instruction"]
+    success = torch.zeros(env.num_envs, dtype=torch.float64, device=env.device)
     frames = []
     while active.any():
         shown = obs[active]
@@ -1602,11 +1608,20 @@ def evaluate_policy(
             obs, _, terminated, truncated, info = env.step(action, active, look=number == agent.executed)
             ended = (terminated | truncated) & active
             sums += episode_sums(ended, info["episode"])
+            success = torch.where(ended, info["episode"]["success"].double(), success)
             active = active & ~ended
     if frames:
         save_video([frame for frame in frames for _ in range(4)], video)  # slowly: episodes are short
+    asked = nn.functional.one_hot(told, len(env.instructions)).double()  # [N, instructions]
+    sums = torch.cat([sums, asked.sum(0), success @ asked])
     totals = accelerator.reduce(sums, "sum").tolist()
-    return episode_means("eval", totals) | {"eval/episodes": totals[0]}
+    scores = episode_means("eval", totals[:4]) | {"eval/episodes": totals[0]}
+    counts, successes = np.split(np.array(totals[4:]), 2)
+    if 1 < len(env.instructions) <= MAX_LISTED and "eval/success_rate" in scores:
+        for name, count, successful in zip(env.instructions, counts, successes):
+            if count:
+                scores[f"eval/success_rate/{name}"] = successful / count
+    return scores
 
 
 def label(env: envs.VecEnv, obs: TensorDict) -> torch.Tensor:
@@ -2250,6 +2265,10 @@ def main(args: Args) -> None:
             options = envs.options(args.env_options)
             demo_env = envs.make(args.env_id, at_once, device=device, seed=DEMO_SEED, **options)
         demo_obs, demo_actions = demonstrate(agent, demo_env, args.bc_episodes)
+        if demo_env is not env:
+            demo_env.close()
+            del demo_env
+            gc.collect()  # a simulator's envs take gigabytes
         if not agent.statistics.known:
             agent.statistics.fit("action", demo_actions[:, 0])
             if "state" in agent.statistics.names:
@@ -2429,7 +2448,10 @@ def main(args: Args) -> None:
                         collector.obs = env.reset(episode=progress.iteration)
                 if finished:
                     misled = evaluate_policy(agent, eval_env, accelerator, None, args.num_envs, shift=1)
-                    log["eval/success_rate_wrong_instruction"] = misled.get("eval/success_rate", math.nan)
+                    misled.setdefault("eval/success_rate", math.nan)
+                    for name, score in misled.items():
+                        if name.startswith("eval/success_rate"):
+                            log[name.replace("success_rate", "success_rate_wrong_instruction")] = score
                 trainer = {"optimizer": optimizer.optimizer.state_dict(), "frozen": frozen}
                 local = {"env": env.state_dict(), "generator": generator.get_state()}
                 local["obs"] = dict(collector.obs.items())

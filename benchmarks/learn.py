@@ -3,11 +3,13 @@
 python benchmarks/learn.py run pushcube pushcube_2ranks     # seconds to minutes each; results/NAME.json
 python benchmarks/learn.py plot                             # docs/images/NAME.png (needs: pip install matplotlib)
 python benchmarks/learn.py gif                              # docs/images/pushcube.gif: the first command's policy
+python benchmarks/learn.py clip                             # docs/images/vla_metaworld.gif: the policy of that run
 python benchmarks/learn.py table                            # the table, in Markdown
 """
 
 import json
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -114,6 +116,16 @@ RUNS = {
         2,
         "eval/success_rate",
     ),
+    "vla_metaworld": (
+        "python ppo_vla_async.py --model-path tiny-pi0"
+        " --env-id metaworld/faucet-open-v3,faucet-close-v3,button-press-v3"
+        " --env-options camera=corner2 max_episode_steps=100 --action-chunk 5 --denoise-steps 2 --noise-std 0.4"
+        " --bc-episodes 60 --bc-updates 120 --bc-draws 8 --num-envs 36 --num-chunks 20 --num-minibatches 3"
+        " --gamma 0.9 --reward-scale 0.05 --learning-rate 4e-5 --value-learning-rate 2e-3 --value-warmup 5"
+        " --total-timesteps 360000 --eval-interval 60000 --eval-episodes 90 --save-interval 0 --torch-threads 1",
+        1,
+        "eval/success_rate",
+    ),
     "vla_sync": ("python ppo_vla_async.py --max-staleness 0 --eval-interval 10000", 1, "eval/success_rate"),
 }
 
@@ -163,6 +175,10 @@ def run(name: str) -> None:
             if "eval/success_rate_wrong_instruction" in summary:
                 steps = ("charts/staleness", "time/collect", "time/train", "time/learner_wait")
                 result["seeds"][seed] |= {f"mean of {k}": mean(curve(Path(folder) / "run", k)) for k in steps}
+                tasks = [k for k in summary if k.startswith("eval/success_rate/")]
+                result["seeds"][seed] |= {f"curve of {k}": curve(Path(folder) / "run", k) for k in tasks}
+            if name == "vla_metaworld":  # for the clip
+                shutil.copytree(Path(folder) / "run" / "policy", ROOT / "runs" / f"{name}_{seed}", dirs_exist_ok=True)
             if start:
                 result["warm"] = WARM
                 result["seeds"][seed]["success_at_start"] = start["eval/success_rate"]
@@ -262,10 +278,41 @@ def gif() -> None:
     print(f"{target.name}: {len(frames)} frames, {target.stat().st_size / 1000:.0f} kB")
 
 
+def clip() -> None:
+    """One evaluation episode of each task of the set, by the best policy of seed 1."""
+    import torch
+    from accelerate import Accelerator
+    from PIL import Image
+
+    sys.path.insert(0, str(ROOT))
+    import envs
+    import ppo_vla_async as vla
+
+    command = [word for word in RUNS["vla_metaworld"][0].split() if word not in ("python", "ppo_vla_async.py")]
+    args = vla.tyro.cli(vla.Args, args=command)
+    args.model_path = str(ROOT / "runs" / "vla_metaworld_1")
+    tasks = args.env_id.count(",") + 1
+    options = envs.options(args.env_options)
+    env = envs.make(args.env_id, tasks, device="cpu", seed=vla.EVAL_SEED, render=tasks, **options)
+    agent = vla.FlowAgent(env, args.model_path, args)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "clip.gif"
+        print(vla.show(vla.evaluate_policy(agent, env, Accelerator(cpu=True), file, tasks)))
+        video = Image.open(file)
+        frames = []
+        for frame in range(0, video.n_frames, 4):
+            video.seek(frame)
+            picture = video.convert("RGB").resize((video.width * 2 // 3, video.height * 2 // 3))
+            frames.append(picture.quantize(32, dither=Image.Dither.NONE))
+    target = ROOT / "docs" / "images" / "vla_metaworld.gif"
+    frames[0].save(target, save_all=True, append_images=frames[1:], duration=200, loop=0)
+    print(f"{target.name}: {len(frames)} frames, {target.stat().st_size / 1000:.0f} kB")
+
+
 if __name__ == "__main__":
-    actions = {"run": lambda: [run(name) for name in sys.argv[2:]], "table": table, "plot": plot, "gif": gif}
+    runs = lambda: [run(name) for name in sys.argv[2:]]  # noqa: E731
+    actions = {"run": runs, "table": table, "plot": plot, "gif": gif, "clip": clip}
     if len(sys.argv) < 2 or sys.argv[1] not in actions or (sys.argv[1] == "run" and not set(sys.argv[2:]) <= set(RUNS)):
-        sys.exit(
-            f"usage: python benchmarks/learn.py run NAME... | table | plot | gif   with NAME one of {', '.join(RUNS)}"
-        )
+        sys.exit(f"usage: python benchmarks/learn.py run NAME... | table | plot | gif | clip   NAME: {', '.join(RUNS)}")
     actions[sys.argv[1]]()

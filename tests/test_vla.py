@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import gymnasium as gym
@@ -16,6 +17,7 @@ import pytest
 import torch
 import transformers
 import tyro
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import ROOT, Process, script, workers
 from PIL import Image
@@ -274,6 +276,38 @@ def test_other_models_train_from_their_folder(tmp_path, folders, name):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["charts/trainable_parameters"] < summary["charts/total_parameters"]
     assert math.isfinite(summary["losses/policy_loss"])
+
+
+def test_success_is_told_by_the_instruction_that_an_episode_began_with(folders):
+    """Here those with the second one succeed, and an env that has ended goes on with another."""
+    env = envs.make("Tabletop", 32, seed=1)
+    asked = env.reset()["instruction"]
+    step = env.step
+
+    def judged(*args, **look):
+        *rest, info = step(*args, **look)
+        info["episode"] = info["episode"] | {"success": (asked == 1).float()}
+        return *rest, info
+
+    env.step = judged
+    agent = TokenAgent(env, folders("idefics3"), Args(action_chunk=4))
+    scores = vla.evaluate_policy(agent, env, Accelerator(cpu=True), None, 32)
+    expected = {name: float(number == 1) for number, name in enumerate(env.instructions)}
+    assert {name: scores[f"eval/success_rate/{name}"] for name in env.instructions} == expected
+    assert scores["eval/success_rate"] == (asked == 1).float().mean().item()
+
+
+@pytest.mark.skipif(find_spec("metaworld") is None, reason="metaworld is not installed")
+def test_metaworld_is_cloned_and_learned_from(tmp_path):
+    """Tasks of a set, two cameras and the hand's state: drawn in the collector's thread, evaluated in this one."""
+    vla.main(small(
+        tmp_path, env_id="metaworld/faucet-open-v3,faucet-close-v3", model_path="tiny-pi0", action_chunk=5,
+        env_options=("camera=corner2,wrist", "max_episode_steps=20"), total_timesteps=160, reward_scale=0.02,
+    ))  # fmt: skip
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    for name in ("success_rate", "success_rate_wrong_instruction"):
+        assert {f"eval/{name}/open the faucet", f"eval/{name}/close the faucet"} <= set(summary)
+    assert math.isfinite(summary["losses/policy_loss"]) and summary["losses/entropy"] != 0
 
 
 # ---- Precision
@@ -740,6 +774,17 @@ def test_with_success_alone_the_clock_is_a_failure():
         rollout = rollout_of([2], [False])
         batch = vla.estimate(Judge(1), rollout, 4, Args(reward=reward, gamma=1.0, gae_lambda=0.0))
         assert batch["advantage"].tolist() == [0.0, after - 0.5]
+
+
+@pytest.mark.smoke
+def test_scaled_rewards_scale_what_is_learned_from():
+    """With values of 0.5 throughout: the return is all reward, the advantage that less what was expected."""
+    for scale, returns in ((1.0, [1.0, 1.0]), (0.1, [0.1, 0.1])):
+        batch = vla.estimate(Judge(1), rollout_of([2], [True]), 4, Args(reward_scale=scale, gamma=1.0, gae_lambda=1.0))
+        assert batch["return"].tolist() == pytest.approx(returns)
+    rollout = rollout_of([2, 3], [True, False])
+    group = vla.estimate(Judge(1), rollout, 4, Args(advantage="group", group_size=2, reward_scale=0.1))
+    assert sorted(set(group["advantage"].tolist())) == pytest.approx([-0.05, 0.05])
 
 
 GROUPS = {"advantage": "group", "group_size": 4, "num_envs": 8, "bc_updates": 0, "max_grad_norm": 1e9}
