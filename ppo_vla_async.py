@@ -1612,8 +1612,9 @@ def evaluate_policy(
             active = active & ~ended
     if frames:
         save_video([frame for frame in frames for _ in range(4)], video)  # slowly: episodes are short
-    asked = nn.functional.one_hot(told, len(env.instructions)).double()  # [N, instructions]
-    sums = torch.cat([sums, asked.sum(0), success @ asked])
+    numbers = torch.arange(len(env.instructions), device=env.device)
+    asked = (told.unsqueeze(1) == numbers).double()  # [N, instructions]
+    sums = torch.cat([sums, asked.sum(0), (success.unsqueeze(1) * asked).sum(0)])
     totals = accelerator.reduce(sums, "sum").tolist()
     scores = episode_means("eval", totals[:4]) | {"eval/episodes": totals[0]}
     counts, successes = np.split(np.array(totals[4:]), 2)
