@@ -1459,6 +1459,9 @@ class Collector:
 
     def start(self, agent: Agent, obs: TensorDict, iteration: int) -> None:
         """Start at `obs` with the weights of `agent`, which have seen `iteration` updates."""
+        # CRUCIAL: cloning has set the statistics of state and action, and with DDP the copy does not share them.
+        for mine, current in zip(self.agent.buffers(), agent.buffers(), strict=True):
+            mine.copy_(current)
         self.obs = obs
         self.started = iteration
         self.version = iteration - 1

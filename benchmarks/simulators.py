@@ -30,7 +30,7 @@ PARTS = ("check", "every", "resume", "starts", "groups", "learn")
 TWO = "torchrun --standalone --nproc_per_node 2"
 MANISKILL = (
     "--env-id maniskill/PushCube-v1 --num-envs 8 --num-steps 50 --gamma 0.8 --gae-lambda 0.9 --learning-rate 5e-4 "
-    "--update-epochs 8 --bootstrap-at-done always --total-timesteps 160000 --eval-interval 20000 --eval-episodes 32"
+    "--update-epochs 8 --bootstrap-at-done always --total-timesteps 320000 --eval-interval 40000 --eval-episodes 64"
 )
 # Isaac Lab's robots are remote files; newton, which it installs, ships the same cart. ROBOT stands for a copy of it.
 ISAAC_CART = "scene.cartpole.spawn.usd_path=ROBOT scene.ground=none"
@@ -134,7 +134,10 @@ SIMULATORS = {
         "--eval-episodes 2",
         starts="--env-id maniskill/PushCube-v1 --num-envs 8 --num-steps 50 --total-timesteps 1600 --eval-episodes 2",
         groups=f"--env-id maniskill/PushCube-v1 {GROUPS}",
-        learn={"maniskill_pushcube_2ranks": (f"{TWO} ppo_ddp.py {MANISKILL}", "eval/success_rate")},
+        learn={
+            "maniskill_pushcube_2ranks": (f"{TWO} ppo_ddp.py {MANISKILL}", "eval/success_rate"),
+            "maniskill_pushcube_2ranks_seed2": (f"{TWO} ppo_ddp.py --seed 2 {MANISKILL}", "eval/success_rate"),
+        },
     ),
     "mjlab": Simulator(
         install=["torch==2.13.0", f"mjlab==1.6.0 torch==2.13.0 {SCRIPTS}"],

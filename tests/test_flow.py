@@ -495,10 +495,13 @@ def test_resume_is_exact_without_staleness(tmp_path, changes):
 
 
 def test_two_processes_agree(tmp_path):
-    words = [*options(check_interval=1, save_interval=32, model_path="tiny-pi0"), "--output-dir", tmp_path]
+    settings = {"check_interval": 1, "save_interval": 32, "max_staleness": 0, "model_path": "tiny-pi0"}
+    words = [*options(**settings), "--output-dir", tmp_path]
     workers[2].run(name="ppo_vla_async", options=[*words, "--run-name", "run"])
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["world_size"] == 2
+    # What acts is what learns, with the same statistics of state and action.
+    assert summary["losses/behaviour_weight"] == pytest.approx(1.0, abs=1e-4)
     saved = checkpoint(newest(tmp_path / "run"))
     assert not torch.equal(saved["rank_0"]["obs"]["rgb"], saved["rank_1"]["obs"]["rgb"])
 
