@@ -1024,7 +1024,8 @@ class FlowAgent(nn.Module):
         if args.learn_noise and len(saved) == self.steps:
             log_std = torch.tensor(saved)
         self.log_std = nn.Parameter(log_std, requires_grad=args.learn_noise)
-        self.value_head = make_value_head(config.vlm_config.text_config.hidden_size, path)
+        width = config.vlm_config.text_config.hidden_size + config.max_state_dim
+        self.value_head = make_value_head(width, path)
 
     whole = TokenAgent.whole
 
@@ -1045,7 +1046,7 @@ class FlowAgent(nn.Module):
         """
         cache, mask, hidden = self._read_prefix(obs)
         with torch.autocast(hidden.device.type, enabled=False):
-            value = self.value_head(hidden).squeeze(-1)
+            value = self.value_head(torch.cat([hidden, self._state(obs)], -1)).squeeze(-1)
         if target is not None:
             return self._clone(obs, target, cache, mask), value
         if drawn is None:

@@ -317,6 +317,7 @@ def test_envpool_draws_atari_and_refuses_by_name():
     for env_id, options, words in (
         ("envpool/HalfCheetah-v5", {"render": 1}, "cannot be drawn"),
         ("envpool/HalfCheetah-v5", {"batch_size": 1}, "no option 'batch_size': it has .*frame_skip"),
+        ("envpool/Pong-v5", {"frame_skip": "fast"}, "cannot make .Pong-v5. with these options"),
         ("envpool/HalfCheeta-v5", {}, "closest are HalfCheetah-v5"),
     ):
         with pytest.raises(ValueError, match=words):
