@@ -119,12 +119,13 @@ RUNS = {
     ),
     "vla_metaworld": (
         "python ppo_vla_async.py --model-path tiny-pi0"
-        " --env-id metaworld/faucet-open-v3,faucet-close-v3,button-press-v3"
-        " --env-options camera=corner2 max_episode_steps=100 --action-chunk 5 --denoise-steps 2 --noise-std 0.4"
-        " --bc-episodes 60 --bc-updates 120 --bc-draws 8 --num-envs 36 --num-chunks 20 --num-minibatches 3"
-        " --gamma 0.9 --reward-scale 0.05 --learning-rate 4e-5 --value-learning-rate 2e-3 --value-warmup 5"
-        " --total-timesteps 360000 --eval-interval 60000 --eval-episodes 90 --save-interval 0 --torch-threads 1",
-        1,
+        " --env-id metaworld/coffee-button-v3,handle-press-side-v3,handle-press-v3"
+        " --env-options camera=corner2 max_episode_steps=60 end_on_success=true --reward success"
+        " --action-chunk 5 --denoise-steps 2 --noise-std 0.3 --bc-episodes 9 --bc-updates 250 --bc-draws 8"
+        " --num-envs 120 --num-chunks 16 --num-minibatches 4 --update-epochs 1 --value-warmup 4 --gamma 0.99"
+        " --gae-lambda 0.95 --vf-coef 5 --learning-rate 1e-4 --max-staleness 0 --torch-threads 1"
+        " --total-timesteps 300000 --eval-interval 50000 --eval-episodes 150 --save-interval 0",
+        2,
         "eval/success_rate",
     ),
     "vla_sync": ("python ppo_vla_async.py --max-staleness 0 --eval-interval 10000", 1, "eval/success_rate"),
