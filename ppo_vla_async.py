@@ -1070,7 +1070,7 @@ class FlowAgent(nn.Module):
         settings = {"attention_mask": mask, "position_ids": mask.cumsum(-1) - 1, "use_cache": True}
         # Token type 0: all of the prefix sees all of it.
         out = inner.vlm(inputs_embeds=embeds, token_type_ids=torch.zeros_like(ids), **settings)
-        # CRUCIAL: the value is of the prefix alone; it must not see the noise that it is a baseline for.
+        # CRUCIAL: the value is of the prefix and the state; it must not see the noise that it is a baseline for.
         hidden = (out.last_hidden_state.float() * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
         return out.past_key_values, mask, hidden
 

@@ -74,6 +74,7 @@ class Env(VecEnv):
             spaces = {"state": gym.spaces.Box(-np.inf, np.inf, (int(np.prod(space.shape)),))}
         self.single_observation_space = gym.spaces.Dict(spaces)
         self._batch = torch.Size([num_envs])
+        self._on_cpu = self.device.type == "cpu"
         self._rows = np.arange(num_envs, dtype=np.int32)
         self._return = np.zeros(num_envs)
         self._steps = np.zeros(num_envs, np.int64)
@@ -97,7 +98,7 @@ class Env(VecEnv):
     def _tensor(self, x: np.ndarray) -> torch.Tensor:
         """Mostly not a copy: neither envpool nor this class writes into an array again that a step gave."""
         x = torch.from_numpy(x.astype(np.float32) if x.dtype == np.float64 else x)
-        return x if self.device.type == "cpu" else x.to(self.device)
+        return x if self._on_cpu else x.to(self.device)
 
     def _merge(self, old: np.ndarray, rows: np.ndarray, new: np.ndarray) -> np.ndarray:
         """`old` with some of its rows replaced."""
@@ -128,10 +129,12 @@ class Env(VecEnv):
         reward = success = terminated = truncated = nothing
         metrics = dict.fromkeys(self._metrics, nothing)
         if len(rows):
-            obs, *signals, found = self._env.step(action[rows], rows)
+            obs, *signals, found = self._env.step(action if rows is self._rows else action[rows], rows)
             self._obs = self._merge(self._obs, rows, obs)
             reward, terminated, truncated = (self._merge(nothing, rows, x) for x in signals)
-            success = self._merge(nothing, rows, found.get("success", self._unknown[rows]))
+            success = self._unknown
+            if "success" in found:
+                success = self._merge(nothing, rows, found["success"])
             metrics = {name: self._merge(nothing, rows, found[name]) for name in self._metrics}
         terminated = terminated.astype(bool)
         truncated = truncated.astype(bool) & ~terminated

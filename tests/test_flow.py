@@ -141,7 +141,9 @@ def test_words_pictures_and_state_reach_the_policy_and_noise_never_the_value(fol
         for name in ("rgb", "rgb_wrist", "state", "instruction"):
             changed = obs.clone()
             changed[name] = obs[name].roll(1, 0)
-            assert (agent(agent.see(changed), drawn)[1] - logprob).abs().max() > 1e-4, name
+            _, other_logprob, _, other_value = agent(agent.see(changed), drawn)
+            assert (other_logprob - logprob).abs().max() > 1e-4, name
+            assert (other_value - value).abs().max() > 1e-4, name
         greedy = [agent(agent.see(obs), None, True, torch.Generator().manual_seed(1))[0] for _ in range(2)]
         assert torch.equal(*greedy) and torch.equal(greedy[0][:, 0], other[:, 0])  # from noise, as what is sampled
         assert not torch.equal(greedy[0][:, 1], other[:, 1])
