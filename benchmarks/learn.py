@@ -10,6 +10,7 @@ python benchmarks/learn.py table                            # the table, in Mark
 import json
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -221,6 +222,10 @@ def plot() -> None:
         for seed, data in result["seeds"].items():
             steps, values = zip(*data["curve"])
             axes.plot(steps, values, label=f"seed {seed}", linewidth=1.2)
+        if name == "lstm_pong":  # and CleanRL's, by `recurrent.py --curve`: means of 20 episodes
+            steps, returns = zip(*json.loads((RESULTS / "cleanrl_pong.json").read_text())["curve"])
+            means = [statistics.mean(returns[i - 20 : i]) for i in range(20, len(returns) + 1)]
+            axes.plot(steps[19:], means, label="CleanRL's ppo_atari_lstm.py", linewidth=1.2)
         axes.set(xlabel="env steps", ylabel=key, title=name)
         axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
         axes.xaxis.set_major_formatter(short)

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -155,7 +155,8 @@ class Games:
 def cleanrl(work: dict, clock: Clock, steps: int = 0) -> list[tuple[int, float]]:
     """ppo_atari_lstm.py as it was published, but for what it imports of gym and Stable-Baselines3.
 
-    -> the returns of episodes by env step, with `steps` those of a run that long."""
+    -> the returns of episodes by env step, with `steps` those of so many of its 10M.
+    """
     import gymnasium
     import torch
     import torch.utils.tensorboard as tensorboard
@@ -170,7 +171,9 @@ def cleanrl(work: dict, clock: Clock, steps: int = 0) -> list[tuple[int, float]]
             if name == "charts/episodic_return":
                 returns.append((step, value))
             if name == "charts/learning_rate":
-                clock.tick()
+                enough = clock.tick()
+                if step >= steps if steps else enough:
+                    raise StopIteration
 
         def add_text(self, *words):
             pass
@@ -185,10 +188,9 @@ def cleanrl(work: dict, clock: Clock, steps: int = 0) -> list[tuple[int, float]]
     sys.modules["stable_baselines3.common.atari_wrappers"] = SimpleNamespace(**dict.fromkeys(wrappers))
     tensorboard.SummaryWriter = Watched
     torch.set_num_threads(1)
-    steps = steps or work["num_envs"] * work["num_steps"] * (clock.iterations + 1)
     file = importlib.util.find_spec("cleanrl").submodule_search_locations[0] + "/ppo_atari_lstm.py"
-    sys.argv = [file, "--env-id", "Pong-v5", "--total-timesteps", str(steps)]
-    with redirect_stdout(sys.stderr):
+    sys.argv = [file, "--env-id", "Pong-v5"]
+    with redirect_stdout(sys.stderr), suppress(StopIteration):
         runpy.run_path(file, run_name="__main__")
     return returns
 
