@@ -141,6 +141,11 @@ def curve(run_dir: Path, key: str) -> list[tuple[int, float]]:
     return [(e.step, e.value) for e in events.Scalars(key)]
 
 
+def thin(points: list[tuple[int, float]], most: int = 200) -> list[tuple[int, float]]:
+    """Every so many of them, and the last."""
+    return [*points[: -1 : len(points) // most + 1], points[-1]]
+
+
 def mean(points: list[tuple[int, float]]) -> float:
     return sum(x for _, x in points) / len(points)
 
@@ -170,7 +175,7 @@ def run(name: str) -> None:
             result["seeds"][seed] = kept | {
                 "global_step": summary["global_step"],
                 "charts/episodic_return": summary["charts/episodic_return"],
-                "curve": curve(Path(folder) / "run", key),
+                "curve": thin(curve(Path(folder) / "run", key)),
             }
             if "charts/valid_fraction" in summary:
                 parts = ("charts/valid_fraction", "charts/idle_fraction", "charts/episodic_length")
