@@ -77,7 +77,7 @@ class Args:
     init_from: str = ""  # run or checkpoint folder of ppo_ddp.py or grpo_ddp.py to start from
 
     # Environment
-    env_id: str = "PushCube"  # embedded env (PushCube, CartPole, Tabletop) or a simulator's, such as gym/<id>
+    env_id: str = "PushCube"  # PushCube, CartPole, Tabletop, TabletopMemory or a simulator's, such as gym/<id>
     env_options: tuple[str, ...] = ()  # options of the env, as name=value: docs/envs.md
     num_envs: int = 256  # parallel envs of each process
     episodes_per_env: int = 1  # episodes of each env in one rollout
@@ -762,11 +762,16 @@ def load_checkpoint(folders: list[Path], accelerator: Accelerator) -> Checkpoint
     return None
 
 
-def load_best(path: str, accelerator: Accelerator) -> Checkpoint:
+def load_best(path: str, args: Args, accelerator: Accelerator) -> Checkpoint:
     (folders,) = broadcast_object_list([find_checkpoints(Path(path), "best")[:1]])
     if not folders:
         fail(f"no checkpoint at {path}: give a run folder or one of its checkpoints/step_*")
-    return load_checkpoint(folders, accelerator)
+    checkpoint = load_checkpoint(folders, accelerator)
+    old = " ".join(checkpoint.about["args"].get("env_options", [])) or "none"
+    new = " ".join(args.env_options) or "none"
+    if old != new:
+        accelerator.print(f"{checkpoint.folder} was trained with --env-options {old}, not {new}")
+    return checkpoint
 
 
 def load_model(agent: nn.Module, checkpoint: Checkpoint, args: Args) -> None:
@@ -1060,7 +1065,7 @@ def main(args: Args) -> None:
     torch.manual_seed(args.seed)  # the same weights on every rank
     agent = Agent(env, args).to(device)
     if args.evaluate:
-        checkpoint = load_best(args.checkpoint, accelerator)
+        checkpoint = load_best(args.checkpoint, args, accelerator)
         load_model(agent, checkpoint, args)
         scores = evaluate(agent, eval_env, accelerator, checkpoint.folder / "evaluation.gif")
         accelerator.print(f"{checkpoint.folder}: {show(scores)}")
@@ -1071,7 +1076,7 @@ def main(args: Args) -> None:
     if checkpoint:
         load_model(agent, checkpoint, args)
     elif args.init_from:
-        initial = load_best(args.init_from, accelerator)
+        initial = load_best(args.init_from, args, accelerator)
         accelerator.print(f"starting from the policy of {initial.folder}")
         own = agent.state_dict()  # without the critic of ppo_ddp.py
         initial.model = {name: x for name, x in initial.model.items() if name in own}

@@ -74,7 +74,7 @@ class Args:
     checkpoint: str = ""  # run folder (its best checkpoint) or checkpoint folder, for --evaluate
 
     # Environment
-    env_id: str = "PushCube"  # embedded env (PushCube, CartPole, Tabletop) or a simulator's, such as gym/<id>
+    env_id: str = "PushCube"  # PushCube, CartPole, Tabletop, TabletopMemory or a simulator's, such as gym/<id>
     env_options: tuple[str, ...] = ()  # options of the env, as name=value: docs/envs.md
     num_envs: int = 128  # parallel envs of each process
 
@@ -766,11 +766,16 @@ def load_checkpoint(folders: list[Path], accelerator: Accelerator) -> Checkpoint
     return None
 
 
-def load_best(path: str, accelerator: Accelerator) -> Checkpoint:
+def load_best(path: str, args: Args, accelerator: Accelerator) -> Checkpoint:
     (folders,) = broadcast_object_list([find_checkpoints(Path(path), "best")[:1]])
     if not folders:
         fail(f"no checkpoint at {path}: give a run folder or one of its checkpoints/step_*")
-    return load_checkpoint(folders, accelerator)
+    checkpoint = load_checkpoint(folders, accelerator)
+    old = " ".join(checkpoint.about["args"].get("env_options", [])) or "none"
+    new = " ".join(args.env_options) or "none"
+    if old != new:
+        accelerator.print(f"{checkpoint.folder} was trained with --env-options {old}, not {new}")
+    return checkpoint
 
 
 def load_model(agent: nn.Module, checkpoint: Checkpoint, args: Args) -> None:
@@ -1061,7 +1066,7 @@ def main(args: Args) -> None:
     torch.manual_seed(args.seed)  # the same weights on every rank
     agent = Agent(env, args).to(device)
     if args.evaluate:
-        checkpoint = load_best(args.checkpoint, accelerator)
+        checkpoint = load_best(args.checkpoint, args, accelerator)
         load_model(agent, checkpoint, args)
         scores = evaluate(agent, eval_env, accelerator, checkpoint.folder / "evaluation.gif")
         accelerator.print(f"{checkpoint.folder}: {show(scores)}")

@@ -101,7 +101,7 @@ class Args:
     checkpoint: str = ""  # run folder (its best checkpoint) or checkpoint folder, for --evaluate
 
     # Environment
-    env_id: str = "Tabletop"  # embedded env (PushCube, CartPole, Tabletop) or a simulator's, such as gym/<id>
+    env_id: str = "Tabletop"  # PushCube, CartPole, Tabletop, TabletopMemory or a simulator's, such as gym/<id>
     env_options: tuple[str, ...] = ()  # options of the env, as name=value: docs/envs.md
     num_envs: int = 64  # parallel envs of each process
     group_size: int = 8  # envs that start alike: their episodes are compared with one another
@@ -218,7 +218,11 @@ def check_env(args: Args, env: envs.VecEnv) -> None:
         parts = f"--num-minibatches {args.num_minibatches} x --gradient-accumulation {args.gradient_accumulation}"
         fail(f"--num-envs x --num-chunks = {samples} samples do not divide into {parts}")
     if not {"rgb", "instruction"} <= set(env.single_observation_space.keys()):
-        fail(f"{args.env_id} has no pictures and instructions: give an env that does, such as Tabletop")
+        keys = ", ".join(env.single_observation_space.keys())
+        what = (
+            "give an env with rgb and instruction, such as Tabletop, or one of its cameras, as --env-options camera=..."
+        )
+        fail(f"{args.env_id} shows {keys}: {what}")
     space = env.single_action_space
     if not isinstance(space, Box) or len(space.shape) != 1:
         fail(f"{args.env_id} has the actions {space}: give an env with Box actions in one dimension")
@@ -520,7 +524,7 @@ class Statistics(nn.Module):
     def __init__(self, widths: dict[str, int]):
         super().__init__()
         self.names = set(widths)
-        self.known = False
+        self.missing = set(widths)
         for name, width in widths.items():
             self.register_buffer(f"{name}_shift", torch.zeros(width))
             self.register_buffer(f"{name}_scale", torch.ones(width))
@@ -535,7 +539,7 @@ class Statistics(nn.Module):
             raise ValueError(f"its statistics of {name} are not finite, or of a negative width")
         mine.copy_(shift)
         getattr(self, f"{name}_scale").copy_(torch.where(scale < 1e-6, 1.0, scale))  # what never varies
-        self.known = True
+        self.missing.discard(name)
 
     def normalise(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return (x - getattr(self, f"{name}_shift")) / getattr(self, f"{name}_scale")
@@ -544,12 +548,10 @@ class Statistics(nn.Module):
         return getattr(self, f"{name}_shift") + x * getattr(self, f"{name}_scale")
 
     def read(self, path: str, file: str, key: str) -> None:
-        """From a file, or whichever the model's folder has; unknown if it has none."""
+        """From a file, or whichever the model's folder has; missing if it has none."""
         found = read_statistics(path, file, key)
         for name in self.names & set(found):
             self.set(name, *found[name])
-        if found:
-            self.known = self.names <= set(found)
 
     def fit(self, name: str, x: torch.Tensor) -> None:
         self.set(name, x.mean(0), x.std(0))
@@ -569,8 +571,11 @@ def find_tables(path: str, file: str) -> tuple[dict, dict]:
     modes = {"STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
     modes |= read_json(path, "config.json").get("normalization_mapping", {})
     if file:
-        tables = json.loads(Path(file).read_text())
-        return tables.get("norm_stats", tables), modes
+        try:
+            tables = json.loads(Path(file).read_text())
+            return tables.get("norm_stats", tables), modes
+        except (OSError, ValueError, AttributeError) as error:
+            raise ValueError(f"--statistics {file} is no table of statistics in JSON ({error})") from error
     # Of openpi and tandem, of OpenVLA, of a data set of lerobot's
     for name in ("norm_stats.json", "dataset_statistics.json", "meta/stats.json", "stats.json"):
         tables = read_json(path, name)
@@ -1599,7 +1604,8 @@ def evaluate_policy(
     while active.any():
         shown = obs[active]
         shown["instruction"] = (shown["instruction"] + shift) % len(env.instructions)
-        drawn = [agent(agent.see(part), None, True, generator)[0] for part in shown.split(batch)]
+        with accelerator.autocast():  # which only a prepared agent does by itself
+            drawn = [agent(agent.see(part), None, True, generator)[0] for part in shown.split(batch)]
         actions = torch.zeros(env.num_envs, agent.executed, agent.size, device=env.device)
         actions[active] = agent.actions(torch.cat(drawn))
         for number, action in enumerate(actions.unbind(1), 1):
@@ -1863,15 +1869,20 @@ def load_checkpoint(folders: list[Path], accelerator: Accelerator) -> Checkpoint
     return None
 
 
-def load_best(path: str, accelerator: Accelerator) -> Checkpoint:
+def load_best(path: str, args: Args, accelerator: Accelerator) -> Checkpoint:
     (folders,) = broadcast_object_list([find_checkpoints(Path(path), "best")[:1]])
     if not folders:
         fail(f"no checkpoint at {path}: give a run folder or one of its checkpoints/step_*")
-    return load_checkpoint(folders, accelerator)
+    checkpoint = load_checkpoint(folders, accelerator)
+    old = " ".join(checkpoint.about["args"].get("env_options", [])) or "none"
+    new = " ".join(args.env_options) or "none"
+    if old != new:
+        accelerator.print(f"{checkpoint.folder} was trained with --env-options {old}, not {new}")
+    return checkpoint
 
 
 def frozen_checksum(agent: Agent) -> float:
-    frozen = [p for p in agent.parameters() if not p.requires_grad]
+    frozen = [p for name, p in agent.named_parameters() if not p.requires_grad and name != "log_std"]
     return checksum(frozen).item() if frozen else 0.0
 
 
@@ -1893,7 +1904,7 @@ def load_trained(agent: Agent, checkpoint: Checkpoint, args: Args) -> None:
     if own != {name: x.shape for name, x in checkpoint.model.items()}:
         fail(f"{folder} does not fit this model: other weights were trained, or of another shape")
     agent.load_state_dict(checkpoint.model, strict=False)
-    agent.statistics.known = True
+    agent.statistics.missing.clear()
 
 
 def open_model(args: Args, accelerator: Accelerator, env: envs.VecEnv) -> Agent:
@@ -1901,6 +1912,8 @@ def open_model(args: Args, accelerator: Accelerator, env: envs.VecEnv) -> Agent:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     path = args.model_path
+    if "/" not in path and path not in ("tiny", "tiny-pi0") and not os.path.isdir(path):
+        fail(f"there is no --model-path {path}: give tiny, tiny-pi0, a folder, or a hub id, which has a slash")
     if path in ("tiny", "tiny-pi0"):
         chunk = args.action_chunk or 1
         path = f"{args.output_dir}/{args.model_path}_{args.seed}"
@@ -2212,7 +2225,7 @@ def main(args: Args) -> None:
     size = math.ceil(args.num_envs * num_chunks / args.num_minibatches)  # of a minibatch at most, on each rank
     tune_cpu(args.torch_threads, size * sum(p.numel() for p in agent.parameters()))
     if args.evaluate:
-        checkpoint = load_best(args.checkpoint, accelerator)
+        checkpoint = load_best(args.checkpoint, args, accelerator)
         load_trained(agent, checkpoint, args)
         video = checkpoint.folder / "evaluation.gif"
         scores = evaluate_policy(agent, eval_env, accelerator, video, args.num_envs)
@@ -2223,8 +2236,9 @@ def main(args: Args) -> None:
     checkpoint = run.open()
     if checkpoint:
         load_trained(agent, checkpoint, args)
-    elif not (agent.statistics.known or args.bc_updates):
-        what = "has no statistics of state and action, without which its actions mean nothing"
+    elif agent.statistics.missing and not args.bc_updates:
+        missing = " and ".join(sorted(agent.statistics.missing, reverse=True))
+        what = f"has no statistics of {missing}, without which its actions mean nothing"
         fail(f"{args.model_path} {what}: give those of its training data with --statistics FILE")
     policy = [p for name, p in trainable(agent).items() if not name.startswith("value_head")]
     value_head = [p for name, p in trainable(agent).items() if name.startswith("value_head")]
@@ -2274,10 +2288,8 @@ def main(args: Args) -> None:
             demo_env.close()
             del demo_env
             gc.collect()  # a simulator's envs take gigabytes
-        if not agent.statistics.known:
-            agent.statistics.fit("action", demo_actions[:, 0])
-            if "state" in agent.statistics.names:
-                agent.statistics.fit("state", demo_obs["state"])
+        for name in sorted(agent.statistics.missing):
+            agent.statistics.fit(name, demo_actions[:, 0] if name == "action" else demo_obs["state"])
         agent.train(args.gradient_checkpointing)
         for update in range(args.bc_updates):
             for group in optimizer.param_groups:
@@ -2451,7 +2463,7 @@ def main(args: Args) -> None:
                     improved = progress.improve(log)
                     if eval_env is env:  # the simulator allows no second one: training starts new episodes
                         collector.obs = env.reset(episode=progress.iteration)
-                if finished:
+                if finished and len(env.instructions) > 1:
                     misled = evaluate_policy(agent, eval_env, accelerator, None, args.num_envs, shift=1)
                     misled.setdefault("eval/success_rate", math.nan)
                     for name, score in misled.items():
@@ -2460,10 +2472,13 @@ def main(args: Args) -> None:
                 trainer = {"optimizer": optimizer.optimizer.state_dict(), "frozen": frozen}
                 local = {"env": env.state_dict(), "generator": generator.get_state()}
                 local["obs"] = dict(collector.obs.items())
-                run.save(progress, saved_tensors(agent), trainer, local, improved)
-                with together(f"cannot write {run.folder / 'policy'}: ", "; the checkpoint is saved"):
+                with together(f"cannot write {run.folder / 'policy'}: ", fatal=False) as errors:
                     if improved and accelerator.is_main_process:
                         export(agent, run.folder / "policy")
+                # After the policy: a run that is killed in between evaluates again, and writes it again.
+                run.save(progress, saved_tensors(agent), trainer, local, improved)
+                if errors:
+                    fail(f"cannot write {run.folder / 'policy'}: {errors[0]}; the checkpoint is saved")
             run.log(log, progress)
             if running:
                 collector.publish(agent, pause_at)

@@ -170,7 +170,8 @@ def check_options(env_id: str, cls: type, options: dict) -> None:
         default = known[name]
         kinds = (int, float) if type(default) is float else type(default)
         wrong = isinstance(value, bool) != isinstance(default, bool) or not isinstance(value, kinds)
-        if default is not None and default is not inspect.Parameter.empty and value is not None and wrong:
+        nothing = value is None and isinstance(default, str)  # such as camera=none
+        if default is not None and default is not inspect.Parameter.empty and wrong and not nothing:
             example = f"{name}={default}".lower() if isinstance(default, bool) else f"{name}={default}"
             raise ValueError(f"{env_id} has no {name} {value!r}: give a value such as {example}")
 

@@ -336,6 +336,7 @@ def check_args(args: Args) -> None:
             raise ValueError(f"--video {args.video}: give a file that ends in .gif")
         try:
             Path(args.video).parent.mkdir(parents=True, exist_ok=True)
+            Path(args.video).touch()
         except OSError as error:
             raise ValueError(f"--video {args.video}: {error}") from error
 

@@ -213,7 +213,7 @@ class Env(SingleEnvs):
         common = {"device": device, "seed": seed, "first_env": first_env, "group_size": group_size, "render": render}
         super().__init__(num_envs, **common)
         tasks = find_tasks(name)
-        self._cameras = [CAMERAS.get(c, c) for c in camera.split(",") if c]
+        self._cameras = [CAMERAS.get(c, c) for c in (camera or "").split(",") if c]
         for c in self._cameras:
             if c not in CAMERAS.values():
                 raise ValueError(f"MetaWorld has no camera {c!r}: give one or more of {','.join(CAMERAS)}")
@@ -341,6 +341,8 @@ def attributes(env) -> dict:
     """What the env itself remembers: numbers, lists of them, and arrays that are not MuJoCo's."""
     found = {}
     for name, value in vars(env).items():
+        if name == "max_path_length":  # an option, not a state
+            continue
         is_number = isinstance(value, (bool, int, float, np.number, np.bool_)) and name != "_np_random_seed"
         is_list = isinstance(value, list) and value and isinstance(value[0], float)
         is_array = isinstance(value, np.ndarray) and value.dtype != object and owned(value)

@@ -170,7 +170,7 @@ def test_greedy_actions_are_those_of_transformers_alone(tmp_path, folder):
         )
     torch.testing.assert_close(chain[:, -1], theirs, atol=1e-5, rtol=1e-5)
     again = make_agent(env, str(tmp_path / "policy"))
-    assert again.statistics.known
+    assert not again.statistics.missing
     for name, x in agent.state_dict().items():
         assert torch.equal(x, again.state_dict()[name]), name
 
@@ -312,6 +312,17 @@ def test_states_in_other_units_give_the_same_actions(folder, tmp_path):
     assert (first - wrong).abs().max() > 1e-4
 
 
+def test_statistics_that_a_file_lacks_are_those_of_the_demonstrations(tmp_path):
+    (tmp_path / "stats.json").write_text(json.dumps({"action": STATISTICS["actions"]}))
+    settings = {"model_path": "tiny-pi0", "statistics": str(tmp_path / "stats.json"), "total_timesteps": 16}
+    vla.main(small(tmp_path, **settings))
+    saved = checkpoint(newest(tmp_path / "run"))
+    assert saved["model.statistics.action_shift"].tolist() == pytest.approx(STATISTICS["actions"]["mean"])
+    assert saved["model.statistics.state_shift"].abs().max() > 0
+    with pytest.raises(SystemExit, match="has no statistics of state, without which its actions mean nothing"):
+        vla.main(small(tmp_path, run_name="other", bc_updates=0, **settings))
+
+
 def in_lerobots_way(folder: Path, config: dict, tables: dict) -> None:
     steps = [{"registry_name": "normalizer_processor", "config": {"norm_map": config}, "state_file": "n.safetensors"}]
     (folder / "policy_preprocessor.json").write_text(json.dumps({"steps": steps}))
@@ -344,7 +355,7 @@ def test_statistics_are_read_as_others_write_them(tmp_path, layout):
         in_lerobots_way(tmp_path, modes, {"observation.state": QUANTILES, "action": QUANTILES})
     statistics = Statistics({"action": 2, "state": 2})
     statistics.read(str(tmp_path), "", "")
-    assert statistics.known
+    assert not statistics.missing
     x = torch.tensor([[3.0, 1.0]])
     assert statistics.normalise("state", x).tolist() == [[1.0, 1.0]]
     masked = layout == "openvla"
@@ -512,7 +523,12 @@ def test_a_policy_goes_on_from_its_folder_and_is_scored(tmp_path, capsys, fresh_
     settings = {"gradient_checkpointing": True, "train_expert_only": True, "mixed_precision": "bf16"}
     settings |= {"model_path": "tiny-pi0", "total_timesteps": 16}
     vla.main(small(tmp_path, **settings))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     vla.main(small(tmp_path, evaluate=True, checkpoint=str(tmp_path / "run"), **settings))
+    # The same score as at the end of the run, where the policy ran in half precision, too.
+    assert f"eval/episodic_return {summary['eval/episodic_return']:g}," in capsys.readouterr().out.splitlines()[-1]
+    other = settings | {"noise_std": 0.2}  # which an evaluation does without
+    vla.main(small(tmp_path, evaluate=True, checkpoint=str(tmp_path / "run"), **other))
     assert "eval/episodes 2" in capsys.readouterr().out
     settings["model_path"] = str(tmp_path / "run" / "policy")
     vla.main(small(tmp_path, run_name="again", **(settings | {"bc_updates": 0})))
@@ -526,7 +542,9 @@ BAD = {
     "--cameras rgb rgb_wrist": "Tabletop has no camera rgb_wrist: set --cameras to some of rgb",
     "--execute 0": "--execute must be 1 or more, not 0",
     "--noise-std 0": "--noise-std must be greater than 0",
-    "--statistics nowhere.json": "No such file",
+    "--statistics nowhere.json": "--statistics nowhere.json is no table of statistics in JSON ([Errno 2] No such file",
+    "--statistics README.md": "--statistics README.md is no table of statistics in JSON",
+    "--model-path tinypi0": "there is no --model-path tinypi0: give tiny, tiny-pi0, a folder, or a hub id",
 }
 
 

@@ -356,6 +356,24 @@ def test_metaworld_experts_succeed_and_sets_take_turns():
 
 
 @METAWORLD
+def test_metaworld_goes_on_with_longer_episodes():
+    short, long = (envs.make("metaworld/reach-v3", 2, seed=1, max_episode_steps=n) for n in (4, 8))
+    short.reset()
+    for _ in range(3):
+        short.step(torch.zeros(2, 4))
+    long.load_state_dict(short.state_dict())
+    truncated = [long.step(torch.zeros(2, 4))[3].all().item() for _ in range(5)]
+    assert truncated == [False] * 4 + [True]
+
+
+@METAWORLD
+def test_metaworld_refuses_what_is_no_value():
+    with pytest.raises(ValueError, match="has no size None: give a value such as size=64"):
+        envs.make("metaworld/reach-v3", 2, size=None)
+    assert "rgb" not in envs.make("metaworld/reach-v3", 2, camera=None).single_observation_space.keys()
+
+
+@METAWORLD
 def test_metaworld_equals_its_own_loop():
     """Stepped as MetaWorld's users do, with the same seed and actions, the numbers are the same."""
     import envs.metaworld as adapter

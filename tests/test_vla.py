@@ -1195,8 +1195,8 @@ def test_two_processes_agree(tmp_path):
 
 
 BAD = {
-    "--model-path nowhere": "cannot use --model-path nowhere",
-    "--env-id PushCube": "PushCube has no pictures and instructions",
+    "--model-path nowhere": "there is no --model-path nowhere: give tiny, tiny-pi0, a folder, or a hub id",
+    "--env-id PushCube": ": give an env with rgb and instruction, such as Tabletop",
     "--action-chunk 17": "17 actions are executed at once, but an episode of Tabletop has 16 steps: set --execute",
     "--lora-rank 0": "--lora-rank must be 1 or more, not 0",
     "--max-staleness -1": "--max-staleness must be 0 or more",
