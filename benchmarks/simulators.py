@@ -51,7 +51,7 @@ METAWORLD = (
 # CleanRL's settings for MuJoCo
 CHEETAH = (
     "HalfCheetah-v5 --num-envs 8 --num-steps 256 --num-minibatches 32 --update-epochs 10 --learning-rate 3e-4 "
-    "--gamma 0.99 --clip-vloss --norm-reward --init-logstd 0 --total-timesteps 1000000"
+    "--gamma 0.99 --clip-vloss --norm-reward --init-logstd 0 --total-timesteps 200000"
 )
 # What `python -m envs` does, on all tasks in one process: episodes of 20 steps, every second task with its expert.
 EVERY_METAWORLD = """
