@@ -599,7 +599,6 @@ def read_statistics(path: str, file: str, key: str) -> dict[str, tuple[torch.Ten
     """-> state and action, each as (shift, scale); empty if there are none."""
     tables, modes = find_tables(path, file)
     names = {"state": ("observation.state", "state", "proprio"), "action": ("action", "actions")}
-    names["privileged"] = ("privileged",)  # tandem's alone, for the critic
     if tables and not any(name in tables for name in names["action"]):  # OpenVLA's: tables for each data set
         choice = f"set --unnorm-key to one of {', '.join(tables)}"
         if not key and len(tables) > 1:
@@ -613,7 +612,7 @@ def read_statistics(path: str, file: str, key: str) -> dict[str, tuple[torch.Ten
     for name, theirs in names.items():
         for table in theirs:
             if table in tables:
-                found[name] = shift_and_scale(tables[table], modes.get(name.upper(), "MEAN_STD"))
+                found[name] = shift_and_scale(tables[table], modes[name.upper()])
     if tables and "action" not in found:
         raise ValueError("its statistics are not of state and action")
     return found
@@ -995,8 +994,6 @@ class FlowAgent(nn.Module):
         widths = {"action": self.size}
         if "state" in env.single_observation_space.keys():
             widths["state"] = env.single_observation_space["state"].shape[0]
-        if "privileged" in env.single_observation_space.keys():  # for the critic alone
-            widths["privileged"] = env.single_observation_space["privileged"].shape[0]
         for name, most in (("state", config.max_state_dim), ("action", config.max_action_dim)):
             if widths.get(name, 0) > most:
                 raise ValueError(f"it takes at most {most} numbers of {name}, but the env has {widths[name]}")
@@ -1036,14 +1033,17 @@ class FlowAgent(nn.Module):
         self.correlation = args.noise_correlation
         if self.correlation == 1.0:
             raise ValueError("noise that is the same in all of a chunk has no density: set --noise-correlation below 1")
-        width = config.vlm_config.text_config.hidden_size + config.max_state_dim + widths.get("privileged", 0)
+        width = config.vlm_config.text_config.hidden_size + config.max_state_dim
         self.value_head = make_value_head(width, path)
 
     whole = TokenAgent.whole
 
     def see(self, obs: TensorDict) -> TensorDict:
         """What `forward` needs of an observation. Pictures stay small until the model looks at them."""
-        return obs.select(*self.cameras, "instruction", *self.statistics.names - {"action"})
+        names = [*self.cameras, "instruction"]
+        if "state" in self.statistics.names:
+            names.append("state")
+        return obs.select(*names)
 
     def forward(self, obs: TensorDict, drawn=None, deterministic=False, generator=None, target=None):
         """-> drawn, log-probability, entropy, value of whole chunks. The single entry point.
@@ -1055,10 +1055,7 @@ class FlowAgent(nn.Module):
         """
         cache, mask, hidden = self._read_prefix(obs)
         with torch.autocast(hidden.device.type, enabled=False):
-            known = [hidden, self._state(obs)]
-            if "privileged" in self.statistics.names:
-                known.append(self.statistics.normalise("privileged", obs["privileged"]))
-            value = self.value_head(torch.cat(known, -1)).squeeze(-1)
+            value = self.value_head(torch.cat([hidden, self._state(obs)], -1)).squeeze(-1)
         if target is not None:
             return self._clone(obs, target, cache, mask), value
         if drawn is None:
@@ -1082,7 +1079,7 @@ class FlowAgent(nn.Module):
         settings = {"attention_mask": mask, "position_ids": mask.cumsum(-1) - 1, "use_cache": True}
         # Token type 0: all of the prefix sees all of it.
         out = inner.vlm(inputs_embeds=embeds, token_type_ids=torch.zeros_like(ids), **settings)
-        # CRUCIAL: the value is of what is before the actions; it must not see the noise that it is a baseline for.
+        # CRUCIAL: the value is of the prefix and the state; it must not see the noise that it is a baseline for.
         hidden = (out.last_hidden_state.float() * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
         return out.past_key_values, mask, hidden
 
@@ -1684,7 +1681,7 @@ def demonstrate(agent: Agent, env: envs.VecEnv, episodes: int) -> tuple[TensorDi
         actions = []
         while active.any():
             action = env.expert_action()
-            observations.append(obs.clone(recurse=False).set("active", active))
+            observations.append(obs.exclude("privileged").set("active", active))
             actions.append(action * active[:, None])  # after the end: nothing
             noise = 0.5 * torch.randn(action.shape, generator=generator, device=env.device)
             obs, _, terminated, truncated, _ = env.step(action + noise, active)
@@ -2251,8 +2248,8 @@ def main(args: Args) -> None:
     checkpoint = run.open()
     if checkpoint:
         load_trained(agent, checkpoint, args)
-    elif agent.statistics.missing - {"privileged"} and not args.bc_updates:
-        missing = " and ".join(sorted(agent.statistics.missing - {"privileged"}, reverse=True))
+    elif agent.statistics.missing and not args.bc_updates:
+        missing = " and ".join(sorted(agent.statistics.missing, reverse=True))
         what = f"has no statistics of {missing}, without which its actions mean nothing"
         fail(f"{args.model_path} {what}: give those of its training data with --statistics FILE")
     policy = [p for name, p in trainable(agent).items() if not name.startswith("value_head")]
@@ -2304,7 +2301,7 @@ def main(args: Args) -> None:
             del demo_env
             gc.collect()  # a simulator's envs take gigabytes
         for name in sorted(agent.statistics.missing):
-            agent.statistics.fit(name, demo_actions[:, 0] if name == "action" else demo_obs[name])
+            agent.statistics.fit(name, demo_actions[:, 0] if name == "action" else demo_obs["state"])
         agent.train(args.gradient_checkpointing)
         for update in range(args.bc_updates):
             for group in optimizer.param_groups:

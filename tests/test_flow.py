@@ -33,13 +33,6 @@ class TwoCameras(tabletop.Env):
         return {"rgb": rgb, "rgb_wrist": rgb.flip(1)}
 
 
-class Told(tabletop.Env):
-    """With what the critic alone may see: where the blocks are."""
-
-    def observe(self, state):
-        return super().observe(state) | {"privileged": 10.0 + state["blocks"].flatten(1)}
-
-
 def make_env(num_envs: int = 6, cameras: int = 1) -> envs.VecEnv:
     kind = TwoCameras if cameras == 2 else tabletop.Env
     env = kind(num_envs, device="cpu", seed=1, first_env=0, group_size=1)
@@ -175,29 +168,6 @@ def test_words_pictures_and_state_reach_the_policy_and_noise_never_the_value(fol
         greedy = [agent(agent.see(obs), None, True, torch.Generator().manual_seed(1))[0] for _ in range(2)]
         assert torch.equal(*greedy) and torch.equal(greedy[0][:, 0], other[:, 0])  # from noise, as what is sampled
         assert not torch.equal(greedy[0][:, 1], other[:, 1])
-
-
-def test_only_the_critic_sees_what_is_privileged(tmp_path, folder, monkeypatch):
-    env = Told(6, device="cpu", seed=1, first_env=0, group_size=1)
-    agent = make_agent(env, folder())
-    assert agent.statistics.missing == {"privileged"}
-    obs = env.reset()
-    agent.statistics.fit("privileged", obs["privileged"])
-    changed = obs.clone()
-    changed["privileged"] = obs["privileged"].roll(1, 0)
-    with torch.no_grad():
-        drawn, logprob, _, value = agent(agent.see(obs), generator=torch.Generator().manual_seed(0))
-        _, other_logprob, _, other_value = agent(agent.see(changed), drawn)
-    assert torch.equal(logprob, other_logprob)
-    assert (value - other_value).abs().max() > 1e-4
-    # A run fits its statistics to the demonstrations, and finds them again in the policy's folder.
-    monkeypatch.setattr(tabletop, "Env", Told)
-    vla.main(small(tmp_path, model_path="tiny-pi0", total_timesteps=16))
-    saved = checkpoint(newest(tmp_path / "run"))["model.statistics.privileged_shift"]
-    assert saved.mean().item() == pytest.approx(10.0, abs=0.5)
-    again = make_agent(env, str(tmp_path / "run" / "policy"))
-    assert not again.statistics.missing
-    torch.testing.assert_close(again.statistics.privileged_shift, saved)
 
 
 def test_greedy_actions_are_those_of_transformers_alone(tmp_path, folder):
