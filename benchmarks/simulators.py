@@ -134,10 +134,7 @@ SIMULATORS = {
         "--eval-episodes 2",
         starts="--env-id maniskill/PushCube-v1 --num-envs 8 --num-steps 50 --total-timesteps 1600 --eval-episodes 2",
         groups=f"--env-id maniskill/PushCube-v1 {GROUPS}",
-        learn={
-            "maniskill_pushcube_2ranks": (f"{TWO} ppo_ddp.py {MANISKILL}", "eval/success_rate"),
-            "maniskill_pushcube_2ranks_seed2": (f"{TWO} ppo_ddp.py --seed 2 {MANISKILL}", "eval/success_rate"),
-        },
+        learn={"maniskill_pushcube_2ranks": (f"{TWO} ppo_ddp.py {MANISKILL}", "eval/success_rate")},
     ),
     "mjlab": Simulator(
         install=["torch==2.13.0", f"mjlab==1.6.0 torch==2.13.0 {SCRIPTS}"],
