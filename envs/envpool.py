@@ -137,10 +137,13 @@ class Env(VecEnv):
                 success = self._merge(nothing, rows, found["success"])
             metrics = {name: self._merge(nothing, rows, found[name]) for name in self._metrics}
         terminated = terminated.astype(bool)
-        truncated = truncated.astype(bool) & ~terminated
+        truncated = truncated.astype(bool)
         self._return += reward
         self._steps += 1 if active is None else active.cpu().numpy()
-        again = np.flatnonzero(terminated | truncated).astype(np.int32)
+        again = ()
+        if np.count_nonzero(ended := terminated | truncated):
+            truncated &= ~terminated
+            again = np.flatnonzero(ended).astype(np.int32)
         obs = self._observation(look or bool(np.count_nonzero(truncated)))
         metrics = {name: self._tensor(x) for name, x in metrics.items()}
         info = {"final_obs": obs, "episode": self._no_episode, "metrics": metrics}
