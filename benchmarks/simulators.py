@@ -368,7 +368,7 @@ def plot() -> None:
     for name in SIMULATORS:
         path = RESULTS / f"sim_{name}.json"
         runs = json.loads(path.read_text()).get("learn", {}) if path.exists() else {}
-        runs = {run: data for run, data in runs.items() if "curve" in data}
+        runs = {run: data for run, data in runs.items() if len(data.get("curve", [])) > 1}
         if not runs:
             continue
         figure, axes = plt.subplots(figsize=(5, 3))
