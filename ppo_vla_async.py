@@ -118,7 +118,6 @@ class Args:
     action_bins: int | None = None  # token policies: values of each action dimension (default: 256)
     denoise_steps: int | None = None  # flow policies: steps from noise to action (default: as the model says)
     noise_std: float = 0.35  # flow policies: deviation of the noise in each of them, in normalised actions
-    noise_correlation: float = 0.0  # flow policies: of that noise between the actions of a chunk
     learn_noise: bool = False  # flow policies: train that deviation
     lora_rank: int | None = None  # train adapters of this rank (peft) only; default: all weights
     freeze_vision: bool = False  # do not train the vision encoder
@@ -174,7 +173,7 @@ NATURAL = """
     eval_interval eval_episodes save_interval check_interval ent_coef vf_coef target_kl bc_updates
     max_staleness value_warmup torch_threads
 """.split()
-FRACTION = "gamma gae_lambda noise_correlation".split()
+FRACTION = "gamma gae_lambda".split()
 
 
 def fail(message: str) -> None:
@@ -1030,9 +1029,6 @@ class FlowAgent(nn.Module):
         if args.learn_noise and len(saved) == self.steps:
             log_std = torch.tensor(saved)
         self.log_std = nn.Parameter(log_std, requires_grad=args.learn_noise)
-        self.correlation = args.noise_correlation
-        if self.correlation == 1.0:
-            raise ValueError("noise that is the same in all of a chunk has no density: set --noise-correlation below 1")
         width = config.vlm_config.text_config.hidden_size + config.max_state_dim
         self.value_head = make_value_head(width, path)
 
@@ -1119,9 +1115,6 @@ class FlowAgent(nn.Module):
             if not deterministic:
                 # CRUCIAL: threads share the global generator: draws from it could not be repeated.
                 noise = torch.randn(len(obs), self.executed, self.size, **like)
-                if self.correlation:
-                    shared = torch.randn(len(obs), 1, self.size, **like)
-                    noise = math.sqrt(1 - self.correlation) * noise + math.sqrt(self.correlation) * shared
                 x = mean.clone()
                 x[:, : self.executed, : self.size] += self.log_std[step].exp() * noise
             chain.append(x)
@@ -1131,15 +1124,10 @@ class FlowAgent(nn.Module):
         """-> log-probability and entropy of the part that is executed: the env sees no other."""
         part = (slice(None), slice(None), slice(self.executed), slice(self.size))
         log_std = self.log_std.unsqueeze(1)  # [steps, 1, size]
-        offset = (drawn[:, 1:][part] - means[part]) * torch.exp(-log_std)  # [N, steps, executed, size]
-        # The covariance of a chunk is (1 - c) I + c 11', with c the correlation: its inverse and determinant are known.
-        own = 1.0 - self.correlation
-        joint = own + self.correlation * self.executed
-        squares = offset.square().sum(2) - self.correlation / joint * offset.sum(2).square()
-        constant = self.executed * (self.log_std + 0.5 * math.log(2 * math.pi))
-        constant = constant + 0.5 * ((self.executed - 1) * math.log(own) + math.log(joint))
-        logprob = -(0.5 * squares / own + constant).sum((1, 2))
-        entropy = (constant + 0.5 * self.executed).sum()
+        offset = (drawn[:, 1:][part] - means[part]) * torch.exp(-log_std)
+        constant = log_std + 0.5 * math.log(2 * math.pi)
+        logprob = -(0.5 * offset.square() + constant).sum((1, 2, 3))
+        entropy = (constant + 0.5).expand(self.steps, self.executed, self.size).sum()
         return logprob, entropy.expand(len(drawn))
 
     def _clone(self, obs: TensorDict, target: torch.Tensor, cache, mask) -> torch.Tensor:

@@ -72,7 +72,6 @@ KINDS = {
     "chunk": {"execute": 2},
     "steps": {"denoise_steps": 7},
     "learned noise": {"learn_noise": True},
-    "shared noise": {"noise_correlation": 0.5},
 }
 
 
@@ -116,26 +115,6 @@ def test_a_chain_has_the_probability_with_which_it_was_drawn(folder, kind, camer
     assert actions.shape == (6, agent.executed, 2)
     ends = drawn[:, -1, : agent.executed, :2]
     torch.testing.assert_close(actions, torch.tensor([0.0, 0.1]) + ends * torch.tensor([0.4, 0.6]))
-
-
-def test_noise_that_actions_of_a_chunk_share_is_a_joint_gaussian(folder):
-    env = make_env(600)
-    agent = make_agent(env, folder(4), execute=3, noise_correlation=0.7, denoise_steps=2)
-    seen = agent.see(env.reset())
-    with torch.no_grad():
-        drawn, logprob, entropy, _ = agent(seen, generator=torch.Generator().manual_seed(0))
-        torch.testing.assert_close(agent(seen, drawn)[1], logprob, atol=1e-5, rtol=0)
-        before = drawn[:, :-1].flatten(0, 1)
-        cache, mask, _ = agent._read_prefix(seen)
-        velocity = agent._velocity(seen, before, torch.tensor([1.0, 0.5]).repeat(600), cache, mask)
-    part = (slice(None), slice(None), slice(3), slice(2))  # what is executed
-    means = (before - velocity / 2).unflatten(0, (600, 2))[part].transpose(2, 3).double()
-    drawn = drawn[:, 1:][part].transpose(2, 3).double()
-    joint = torch.distributions.MultivariateNormal(means, 0.35**2 * (0.3 * torch.eye(3) + 0.7).double())
-    torch.testing.assert_close(joint.log_prob(drawn).sum((1, 2)).float(), logprob, atol=1e-4, rtol=0)
-    torch.testing.assert_close(joint.entropy().sum((1, 2)).float(), entropy, atol=1e-4, rtol=0)
-    noise = (drawn - means).reshape(-1, 3)
-    assert torch.corrcoef(noise.T)[0, 1].item() == pytest.approx(0.7, abs=0.05)
 
 
 @pytest.mark.parametrize("kind", ["plain", "expert", "lora"])
@@ -563,7 +542,6 @@ BAD = {
     "--cameras rgb rgb_wrist": "Tabletop has no camera rgb_wrist: set --cameras to some of rgb",
     "--execute 0": "--execute must be 1 or more, not 0",
     "--noise-std 0": "--noise-std must be greater than 0",
-    "--noise-correlation 1": "set --noise-correlation below 1",
     "--statistics nowhere.json": "--statistics nowhere.json is no table of statistics in JSON ([Errno 2] No such file",
     "--statistics README.md": "--statistics README.md is no table of statistics in JSON",
     "--model-path tinypi0": "there is no --model-path tinypi0: give tiny, tiny-pi0, a folder, or a hub id",
