@@ -120,13 +120,13 @@ RUNS = {
     ),
     "vla_metaworld": (
         "python ppo_vla_async.py --model-path tiny-pi0"
-        " --env-id metaworld/coffee-button-v3,handle-press-side-v3,handle-press-v3"
-        " --env-options camera=corner2 max_episode_steps=60 end_on_success=true --reward success"
-        " --action-chunk 5 --denoise-steps 2 --noise-std 0.3 --bc-episodes 9 --bc-updates 250 --bc-draws 8"
-        " --num-envs 120 --num-chunks 16 --num-minibatches 4 --update-epochs 1 --value-warmup 4 --gamma 0.99"
-        " --gae-lambda 0.95 --vf-coef 5 --learning-rate 1e-4 --max-staleness 0 --torch-threads 1"
-        " --total-timesteps 300000 --eval-interval 50000 --eval-episodes 150 --save-interval 0",
-        2,
+        " --env-id metaworld/coffee-button-v3,door-unlock-v3,button-press-v3"
+        " --env-options camera=corner2 max_episode_steps=80 end_on_success=true --reward success"
+        " --action-chunk 5 --denoise-steps 2 --noise-std 0.6 --bc-episodes 9 --bc-updates 600 --bc-draws 8"
+        " --num-envs 120 --num-chunks 16 --num-minibatches 4 --update-epochs 1 --value-warmup 3 --gamma 0.99"
+        " --gae-lambda 0.95 --vf-coef 5 --learning-rate 2e-4 --max-staleness 0 --torch-threads 1"
+        " --total-timesteps 600000 --eval-interval 50000 --eval-episodes 150 --save-interval 0",
+        3,
         "eval/success_rate",
     ),
     "vla_sync": ("python ppo_vla_async.py --max-staleness 0 --eval-interval 10000", 1, "eval/success_rate"),
