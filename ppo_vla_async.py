@@ -1640,7 +1640,9 @@ def label(env: envs.VecEnv, obs: TensorDict) -> torch.Tensor:
     labelled = []
     for frame, number in zip(env.render().cpu(), obs["instruction"].tolist()):
         image = ImageOps.expand(Image.fromarray(frame.numpy()), (0, 0, 0, 14), "white")
-        ImageDraw.Draw(image).text((2, len(frame) + 1), env.instructions[number], "black", font_size=9)
+        text = env.instructions[number]
+        size = min(9.0, 2.0 * frame.shape[1] / max(len(text), 1))  # a letter is half as wide as it is high
+        ImageDraw.Draw(image).text((2, len(frame) + 1), text, "black", font_size=size)
         labelled.append(torch.from_numpy(np.array(image)))
     return torch.stack(labelled)
 
