@@ -1,6 +1,6 @@
 """Whether a policy looks: does the hand go where the thing is, or to the same place every time?
 
-python benchmarks/vla_sees.py runs/NAME...    # runs of ppo_vla_async.py on MetaWorld
+python benchmarks/vla_sees.py runs/NAME...    # runs of ppo_vla_async.py with PI0 on MetaWorld
 
 For every task, unseen starts are played without noise, and the hand's x is read where it comes nearest to the thing.
 Its slope against the thing's own x is 1 for a hand that follows the thing, and 0 for a policy that is blind to it.
